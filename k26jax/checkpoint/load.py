@@ -1,0 +1,149 @@
+"""Stage params: fills a model's declared parameters from a checkpoint, after checking all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from k26jax.checkpoint.fp8 import dequantize_fp8_blocks
+from k26jax.checkpoint.int4 import check_weight_shape
+from k26jax.checkpoint.reader import Checkpoint
+from k26jax.errors import CheckpointError
+from k26jax.model.parameters import Declaration, Params, declarations, nest
+
+Progress = Callable[[int], None]
+
+
+def load_params(
+    checkpoint: Checkpoint, module: nnx.Module, *, progress: Progress | None = None
+) -> Params:
+    """Returns the parameters of an abstract module, on the default device.
+
+    Every name, shape and dtype is checked before the first weight is read. Float tensors are
+    converted to the declared dtype; FP8 blocks are dequantized to bfloat16 first; INT4 words stay.
+
+    Args:
+      progress: called with the bytes of each tensor read.
+
+    Raises: CheckpointError naming every kind of missing, leftover or ill-formed tensor.
+    Cost: host memory for the largest stack.
+    """
+    plan = plan_load(checkpoint, module)
+    loaded = {}
+    for path, (declaration, names) in plan.items():
+        host = np.empty(declaration.shape, declaration.dtype)
+        for index, name in names:
+            host[index] = _read(checkpoint, name, declaration)
+            if progress:
+                progress(_stored_bytes(checkpoint, name))
+        loaded[path] = jnp.asarray(host)
+    return nest(loaded)
+
+
+Plan = dict[str, tuple[Declaration, list[tuple[tuple[int, ...], str]]]]
+
+
+def plan_load(checkpoint: Checkpoint, module: nnx.Module) -> Plan:
+    """Returns, by parameter path, the declaration and the tensors that fill it.
+
+    Raises: CheckpointError unless the checkpoint holds exactly the declared tensors.
+    """
+    known = set(checkpoint.names())
+    # Published drafters have bare names; some exports put "model." in front of all of them.
+    prefix = "model." if known and all(name.startswith("model.") for name in known) else ""
+    plan: Plan = {}
+    used: set[str] = set()
+    missing: list[str] = []
+    for path, declaration in declarations(module).items():
+        names = []
+        for index, name in declaration.source.names():
+            if prefix and name not in known:
+                name = prefix + name
+            if name not in known:
+                missing.append(name)
+                continue
+            used.update(_check(checkpoint, name, declaration))
+            names.append((index, name))
+        plan[path] = (declaration, names)
+    _refuse_gaps(checkpoint, module, missing, sorted(known - used))
+    return plan
+
+
+def _refuse_gaps(
+    checkpoint: Checkpoint, module: nnx.Module, missing: list[str], leftover: list[str]
+) -> None:
+    if getattr(getattr(module, "config", None), "tie_word_embeddings", False):
+        leftover = [name for name in leftover if name != "lm_head.weight"]
+    if missing or leftover:
+        parts = []
+        if missing:
+            parts.append(f"{len(missing)} tensors are missing, first {_first(missing)}")
+        if leftover:
+            parts.append(f"{len(leftover)} tensors are not of this model, first {_first(leftover)}")
+        raise CheckpointError(
+            f"{checkpoint.folder}: {'; '.join(parts)}; "
+            "config.json and the weight files must belong to the same model"
+        )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _check(checkpoint: Checkpoint, name: str, declaration: Declaration) -> Iterator[str]:
+    """Yields the tensor's name and its companions' after checking shape and dtype."""
+    entry = checkpoint.entry(name)
+    if entry.dtype not in declaration.source.published_dtypes:
+        allowed = ", ".join(declaration.source.published_dtypes)
+        raise CheckpointError(
+            f"{entry.file.name}: tensor {name!r} has dtype {entry.dtype}, expected one of {allowed}"
+        )
+    if tuple(entry.shape) != declaration.tensor_shape:
+        raise CheckpointError(
+            f"{entry.file.name}: tensor {name!r} has shape {list(entry.shape)}, "
+            f"expected {list(declaration.tensor_shape)} from config.json"
+        )
+    yield name
+    if entry.dtype == "F8_E4M3":
+        scale = f"{name}_scale_inv"
+        blocks = tuple(-(-size // 128) for size in entry.shape)
+        found = checkpoint.entry(scale)
+        if tuple(found.shape) != blocks or found.dtype != "F32":
+            raise CheckpointError(
+                f"{found.file.name}: tensor {scale!r} is {found.dtype} {list(found.shape)}, "
+                f"expected F32 {list(blocks)}: one scale per 128x128 block of {name!r}"
+            )
+        yield scale
+    if name.endswith(".weight_packed"):
+        stem = name.removesuffix("_packed")
+        if f"{stem}_shape" in checkpoint:
+            shape = checkpoint.read(f"{stem}_shape")
+            scale = checkpoint.entry(f"{stem}_scale")
+            check_weight_shape(shape, tuple(entry.shape), tuple(scale.shape), name)
+            yield f"{stem}_shape"
+
+
+def _read(checkpoint: Checkpoint, name: str, declaration: Declaration) -> np.ndarray:
+    tensor = checkpoint.read(name)
+    if tensor.dtype == ml_dtypes.float8_e4m3fn:
+        tensor = dequantize_fp8_blocks(tensor, checkpoint.read(f"{name}_scale_inv"))
+    return _cast(tensor, declaration.dtype).reshape(declaration.shape[-_rank(declaration) :])
+
+
+def _rank(declaration: Declaration) -> int:
+    source = declaration.source
+    return len(declaration.shape) - (source.layers is not None) - (source.experts is not None)
+
+
+def _cast(tensor: np.ndarray, dtype: Any) -> np.ndarray:
+    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
+
+
+def _stored_bytes(checkpoint: Checkpoint, name: str) -> int:
+    entry = checkpoint.entry(name)
+    return entry.end - entry.begin

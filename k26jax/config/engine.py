@@ -1,0 +1,115 @@
+"""What the user asks of the engine: one record for the Python API and the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from k26jax.errors import RequestError, nearest
+
+MAX_BUDGET = 254
+MAX_STOP_IDS = 16
+
+
+class Algorithm(Enum):
+    """How tokens are proposed; the emitted tokens are the same under all three."""
+
+    NONE = "NONE"
+    DFLASH = "DFLASH"
+    DDTREE = "DDTREE"
+
+
+def option(default: Any, help_text: str, **extra: Any) -> Any:
+    """Returns a dataclass field whose help text the command line shows."""
+    return field(default=default, metadata={"help": help_text, **extra})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of `LLM` and of every command that loads a model."""
+
+    model_path: str = option("", "model folder (Hugging Face layout)", aliases=["--model"])
+    speculative_draft_model_path: str | None = option(
+        None,
+        "DFlash drafter folder",
+        aliases=["--speculative-draft-model", "--draft-model"],
+    )
+    speculative_algorithm: str | None = option(
+        None, "DDTREE, DFLASH or NONE; default: DDTREE if a drafter is given, else NONE"
+    )
+    speculative_ddtree_budget: int = option(
+        16, "tree nodes without the root, 0 to 254", aliases=["--ddtree-budget"]
+    )
+    speculative_dflash_block_size: int | None = option(
+        None, "rows of one draft pass; default: the drafter's own"
+    )
+    dtype: str = option(
+        "auto",
+        "float32 or bfloat16; auto: bfloat16 on an accelerator, float32 on the CPU, "
+        "where bfloat16 is emulated",
+        choices=["auto", "float32", "bfloat16"],
+    )
+    kernels: str = option(
+        "auto",
+        "reference (plain JAX) or pallas; auto: the fastest that runs here",
+        choices=["auto", "reference", "pallas"],
+    )
+    context_length: int | None = option(
+        None,
+        "tokens of one sequence, prompt and output; default: the model's limit, at most 4096",
+        aliases=["--max-model-len", "--max-seq-len"],
+    )
+    max_running_requests: int = option(4, "sequences decoded together", aliases=["--max-num-seqs"])
+    chunked_prefill_size: int = option(256, "prompt tokens of one prefill pass")
+    steps_per_dispatch: int = option(8, "decoding steps run on the device before the host looks")
+    seed: int = option(0, "seed of requests that bring none", aliases=["--random-seed"])
+
+    def __post_init__(self) -> None:
+        if not self.model_path:
+            raise RequestError("model_path is empty; give a model folder")
+        self.algorithm  # noqa: B018 - refuses an unknown name
+        for name, low, high in (
+            ("speculative_ddtree_budget", 0, MAX_BUDGET),
+            ("max_running_requests", 1, 4096),
+            ("chunked_prefill_size", 1, 1 << 20),
+            ("steps_per_dispatch", 1, 1024),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise RequestError(f"{name} = {value!r}, expected an integer from {low} to {high}")
+        for item in fields(self):
+            choices = item.metadata.get("choices")
+            if choices and getattr(self, item.name) not in choices:
+                raise RequestError(
+                    f"{item.name} = {getattr(self, item.name)!r}, expected one of {choices}"
+                )
+        if self.context_length is not None and self.context_length < 2:
+            raise RequestError(f"context_length = {self.context_length}, expected at least 2")
+        block = self.speculative_dflash_block_size
+        if block is not None and block < 2:
+            raise RequestError(f"speculative_dflash_block_size = {block}, expected at least 2")
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm in force.
+
+        Raises: RequestError for an unknown name, or a drafting algorithm without a drafter.
+        """
+        name = self.speculative_algorithm
+        has_drafter = self.speculative_draft_model_path is not None
+        if name is None:
+            return Algorithm.DDTREE if has_drafter else Algorithm.NONE
+        try:
+            algorithm = Algorithm(str(name).upper())
+        except ValueError:
+            known = [item.value for item in Algorithm]
+            raise RequestError(
+                f"speculative_algorithm {name!r} is unknown, expected one of {known}"
+                + nearest(str(name).upper(), known)
+            ) from None
+        if algorithm is not Algorithm.NONE and not has_drafter:
+            raise RequestError(
+                f"speculative_algorithm {algorithm.value} needs speculative_draft_model_path"
+            )
+        return algorithm

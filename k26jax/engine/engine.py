@@ -1,0 +1,142 @@
+"""The engine loop: admit, run, read; any number of requests through a fixed number of slots."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from k26jax.engine.loading import Loaded
+from k26jax.engine.output import (
+    CompletionOutput,
+    RequestMetrics,
+    StepTrace,
+    StreamChunk,
+    Transcript,
+)
+from k26jax.engine.request import Request
+from k26jax.engine.runner import Runner
+from k26jax.spec.step import Steps
+
+
+class _Running:
+    """A request that has a slot."""
+
+    def __init__(self, number: int, transcript: Transcript):
+        self.number = number
+        self.transcript = transcript
+        self.metrics = RequestMetrics()
+        self.started = time.perf_counter()
+
+    def chunk(self, token_ids: Sequence[int], traces: list[StepTrace]) -> StreamChunk:
+        """Returns what these tokens add; the whole output with the last of them."""
+        text, taken = self.transcript.push(token_ids)
+        elapsed = time.perf_counter() - self.started
+        self.metrics.generated_tokens += len(taken)
+        self.metrics.e2e_seconds = elapsed
+        if self.metrics.generated_tokens == len(taken):
+            self.metrics.ttft_seconds = elapsed
+        return StreamChunk(text, taken, self.transcript.finish_reason, self._output(), traces)
+
+    def _output(self) -> CompletionOutput | None:
+        transcript = self.transcript
+        if transcript.finish_reason is None:
+            return None
+        return CompletionOutput(
+            index=0,
+            text=transcript.text,
+            token_ids=transcript.token_ids,
+            finish_reason=transcript.finish_reason,
+            stop_reason=transcript.stop_reason,
+            metrics=self.metrics,
+        )
+
+
+class Engine:
+    """Runs requests on the slots of one runner, first come first served."""
+
+    def __init__(self, loaded: Loaded):
+        self.loaded = loaded
+        self.runner = Runner(loaded)
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        *,
+        steps_per_dispatch: int | None = None,
+        trace: bool = False,
+    ) -> Iterator[tuple[int, StreamChunk]]:
+        """Yields (number of the request, chunk) until every request has ended.
+
+        If the caller stops early, all slots are freed.
+
+        Args:
+          steps_per_dispatch: steps between two looks of the host; default: the configured number.
+          trace: record the trees of each step.
+        """
+        waiting = deque(enumerate(requests))
+        slots: dict[int, _Running] = {}
+        limit = steps_per_dispatch or self.loaded.config.steps_per_dispatch
+        try:
+            while waiting or slots:
+                for slot in [s for s in range(self.runner.slots) if s not in slots]:
+                    if waiting:
+                        yield from self._admit(slot, waiting.popleft(), slots)
+                if slots:
+                    steps = self.runner.run(limit, record_trees=trace)
+                    yield from self._read(steps, slots)
+        finally:
+            for slot in slots:
+                self.runner.release(slot)
+
+    def _admit(
+        self, slot: int, item: tuple[int, Request], slots: dict[int, _Running]
+    ) -> Iterator[tuple[int, StreamChunk]]:
+        number, request = item
+        slots[slot] = _Running(number, Transcript(request, self.loaded.tokenizer))
+        first_token = self.runner.prefill(slot, request)
+        yield from self._emit(slot, [first_token], [], slots)
+
+    def _read(self, steps: Steps, slots: dict[int, _Running]) -> Iterator[tuple[int, StreamChunk]]:
+        """Yields one chunk per step and running sequence, in the order of the steps."""
+        for step in range(int(steps.n_run)):
+            for slot, running in list(slots.items()):
+                count = int(steps.emitted_len[step, slot])
+                if not count:
+                    continue
+                running.metrics.target_forwards += 1
+                running.metrics.accept_lengths.append(int(steps.accepted_len[step, slot]))
+                token_ids = steps.tokens[step, slot, :count].tolist()
+                traces = [] if steps.trees is None else [_trace(steps, step, slot)]
+                yield from self._emit(slot, token_ids, traces, slots)
+
+    def _emit(
+        self,
+        slot: int,
+        token_ids: list[int],
+        traces: list[StepTrace],
+        slots: dict[int, _Running],
+    ) -> Iterator[tuple[int, StreamChunk]]:
+        running = slots[slot]
+        chunk = running.chunk(token_ids, traces)
+        if chunk.finish_reason is not None:
+            del slots[slot]
+            # A stop string is seen here alone; the device may have gone on.
+            self.runner.release(slot)
+        yield running.number, chunk
+
+
+def _trace(steps: Steps, step: int, slot: int) -> StepTrace:
+    trees, paths = steps.trees, steps.paths
+    assert trees is not None
+    assert paths is not None
+    valid = np.asarray(trees.valid[step, slot])
+    accepted = int(steps.accepted_len[step, slot])
+    return StepTrace(
+        token_ids=np.asarray(trees.token_ids[step, slot])[valid].tolist(),
+        parents=np.asarray(trees.parent[step, slot])[valid].tolist(),
+        depths=np.asarray(trees.depth[step, slot])[valid].tolist(),
+        path=np.asarray(paths[step, slot])[:accepted].tolist(),
+    )

@@ -1,0 +1,175 @@
+"""What a caller asks for: sampling parameters and one sequence's request. No JAX here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from k26jax.config import MAX_STOP_IDS
+from k26jax.errors import RequestError, nearest
+from k26jax.text.stop import check_stop
+
+T = TypeVar("T", bound=type)
+
+
+def refuse_unknown(owner: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """Raises TypeError that names an unknown keyword and the nearest known one."""
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"{owner} got an unexpected keyword {name!r}{nearest(name, known)}"
+                f"; known: {', '.join(known)}"
+            )
+
+
+def named_keywords(cls: T) -> T:
+    """Returns a dataclass whose constructor names the nearest field for an unknown keyword."""
+    known = [item.name for item in fields(cls)]
+    plain: Callable[..., None] = cls.__init__
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        refuse_unknown(cls.__name__, list(kwargs), known)
+        plain(self, *args, **kwargs)
+
+    cls.__init__ = init
+    return cls
+
+
+@named_keywords
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    n: sequences for the prompt; the i-th uses seed + i.
+    temperature: 0 is greedy.
+    top_k: the k most likely tokens; 0 or -1: all.
+    top_p: the smallest set of likely tokens with this probability, after top_k.
+    min_p: tokens at least this likely relative to the most likely one.
+    seed: with one seed a request gives the same tokens in any batch and under any algorithm; None:
+        derived from the engine's seed and the number of the request.
+    stop: strings that end the text; they are left out unless include_stop_str_in_output.
+    stop_token_ids: ids that end it, besides the model's own end tokens.
+    ignore_eos: go on past the model's own end tokens.
+    max_tokens: None: until the context is full.
+    skip_special_tokens: leave control tokens out of the text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = field(default=None, metadata={"unsupported": True})
+    prompt_logprobs: int | None = field(default=None, metadata={"unsupported": True})
+    min_tokens: int = field(default=0, metadata={"unsupported": True})
+    presence_penalty: float = field(default=0.0, metadata={"unsupported": True})
+    frequency_penalty: float = field(default=0.0, metadata={"unsupported": True})
+    repetition_penalty: float = field(default=1.0, metadata={"unsupported": True})
+    logit_bias: dict[int, float] | None = field(default=None, metadata={"unsupported": True})
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.metadata.get("unsupported") and value != item.default:
+                raise RequestError(
+                    f"{item.name} = {value!r} is not supported yet; leave it at {item.default!r}"
+                )
+        _in_range("n", self.n, 1, 128)
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_k", self.top_k, -1, 1 << 30)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            raise RequestError("top_p = 0 keeps no token; for greedy decoding set temperature = 0")
+        if self.max_tokens is not None:
+            _in_range("max_tokens", self.max_tokens, 1, 1 << 30)
+        if self.seed is not None:
+            _in_range("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+        check_stop(self.stop_strings)
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in self.stop_token_ids or ()):
+            raise RequestError(f"stop_token_ids = {self.stop_token_ids!r}, expected integers")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The stop strings as a list."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+
+def _in_range(name: str, value: Any, low: float, high: float) -> None:
+    number = int if isinstance(low, int) else (int, float)
+    if isinstance(value, bool) or not isinstance(value, number) or not low <= value <= high:
+        kind = "an integer" if isinstance(low, int) else "a number"
+        raise RequestError(f"{name} = {value!r}, expected {kind} from {low} to {high}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to generate, checked against the model.
+
+    max_tokens: tokens it may emit; at least 1.
+    stop_ids: ids that end it.
+    seed: key of its noise.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    seed: int
+
+
+def make_request(
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    context_length: int,
+    eos_ids: Sequence[int],
+    seed: int,
+) -> Request:
+    """Returns a checked request.
+
+    Raises: RequestError for an empty or too long prompt, or ids outside the vocabulary.
+    """
+    ids = tuple(int(token) for token in prompt_token_ids)
+    if not ids:
+        raise RequestError("the prompt is empty; give at least one token")
+    for kind, tokens in (("prompt", ids), ("stop_token_ids", tuple(params.stop_token_ids or ()))):
+        outside = [token for token in tokens if not 0 <= token < vocab_size]
+        if outside:
+            raise RequestError(
+                f"{kind} holds token id {outside[0]}, outside the vocabulary of {vocab_size}"
+            )
+    room = context_length - len(ids)
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens and the context {context_length}; no room is left "
+            "to generate; shorten the prompt or raise context_length"
+        )
+    stop_ids = tuple(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        stop_ids += tuple(eos_ids)
+    stop_ids = tuple(dict.fromkeys(stop_ids))
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise RequestError(
+            f"{len(stop_ids)} stop token ids, the model's own included; at most {MAX_STOP_IDS}"
+        )
+    return Request(
+        prompt_token_ids=ids,
+        params=params,
+        max_tokens=min(params.max_tokens or room, room),
+        stop_ids=stop_ids,
+        seed=params.seed if params.seed is not None else seed,
+    )

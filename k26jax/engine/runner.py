@@ -1,0 +1,196 @@
+"""The compiled programs and the device state: the only place of the engine that calls JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from k26jax.config import MAX_STOP_IDS
+from k26jax.engine.loading import Loaded
+from k26jax.engine.request import Request, SamplingParams
+from k26jax.model.parameters import Params, bind
+from k26jax.spec.prefill import Chunk, prefill
+from k26jax.spec.state import Models, Sampling, SpecState, seed_words
+from k26jax.spec.step import Steps, run_steps
+
+_SMALL_CHUNK = 32
+
+
+class Runner:
+    """Owns the state of all slots and the programs that advance it.
+
+    Programs are compiled ahead of time, each for one shape; calling them never compiles.
+    """
+
+    def __init__(self, loaded: Loaded):
+        self._loaded = loaded
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        config = loaded.config
+        largest = min(config.chunked_prefill_size, loaded.context_length)
+        self.chunk_sizes = sorted({min(_SMALL_CHUNK, largest), largest})
+        self.slots = config.max_running_requests
+        self._state = self._empty_state()
+
+    @property
+    def programs(self) -> list[str]:
+        """Names of the programs that plain generation needs."""
+        return [f"prefill_{size}" for size in self.chunk_sizes] + ["steps", "release"]
+
+    def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compiles all programs that generation needs.
+
+        Args:
+          progress: called with each program's name before it is compiled.
+        """
+        for name in self.programs:
+            if progress:
+                progress(name)
+            self._program(name)
+
+    def prefill(self, slot: int, request: Request) -> int:
+        """Returns the first token of a request, whose prompt is now in `slot`."""
+        first_token = None
+        for chunk in self._chunks(slot, request.prompt_token_ids, request):
+            size = chunk.token_ids.shape[0]
+            self._state, out = self._program(f"prefill_{size}")(
+                self._loaded.params, chunk, self._state
+            )
+            first_token = out.first_token
+        return int(np.asarray(first_token))
+
+    def run(self, limit: int, *, record_trees: bool = False) -> Steps:
+        """Returns what up to `limit` steps emitted, on the host; one dispatch."""
+        program = self._program("traced_steps" if record_trees else "steps")
+        self._state, steps = program(self._loaded.params, self._state, np.int32(limit))
+        return jax.device_get(steps)
+
+    def release(self, slot: int) -> None:
+        """Makes a slot idle."""
+        self._state = self._program("release")(self._state, np.int32(slot))
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Returns the target's logits after each token, float32 [t, w]; uses slot 0.
+
+        Cost: one prefill; memory for the logits of one chunk on the device.
+        """
+        rows = []
+        for chunk in self._chunks(0, token_ids, None):
+            size, count = chunk.token_ids.shape[0], int(chunk.count)
+            self._state, out = self._program(f"logits_{size}")(
+                self._loaded.params, chunk, self._state
+            )
+            rows.append(np.asarray(out.logits[:count]))
+        return np.concatenate(rows)
+
+    def close(self) -> None:
+        """Frees the state and the programs."""
+        self._compiled.clear()
+        del self._state
+
+    def _program(self, name: str) -> Callable[..., Any]:
+        if name not in self._compiled:
+            self._compiled[name] = self._compile(name)
+        return self._compiled[name]
+
+    def _compile(self, name: str) -> Callable[..., Any]:
+        kind, _, size = name.partition("_")
+        params, state = self._loaded.params, self._state
+        if kind in ("prefill", "logits"):
+            chunk = self._chunk(0, (), 0, int(size), None)
+            program = jax.jit(self._prefill_program(kind == "logits"), donate_argnums=2)
+            return program.lower(params, chunk, state).compile()
+        if name == "release":
+            return jax.jit(_release, donate_argnums=0).lower(state, np.int32(0)).compile()
+        program = jax.jit(self._steps_program(kind == "traced"), donate_argnums=1)
+        return program.lower(params, state, np.int32(1)).compile()
+
+    def _models(self, params: Params) -> Models:
+        models = self._loaded.models
+        drafter = bind(models.drafter, params["drafter"]) if models.drafter else None
+        return Models(bind(models.target, params["target"]), drafter)
+
+    def _prefill_program(self, all_logits: bool) -> Callable[..., Any]:
+        def program(params: Params, chunk: Chunk, state: SpecState):
+            kernels = self._loaded.plan.kernels
+            models = self._models(params)
+            return prefill(models, chunk, state, all_logits=all_logits, kernels=kernels)
+
+        return program
+
+    def _steps_program(self, record_trees: bool) -> Callable[..., Any]:
+        def program(params: Params, state: SpecState, limit: jax.Array):
+            n_steps = self._loaded.config.steps_per_dispatch
+            return run_steps(
+                self._models(params),
+                state,
+                self._loaded.plan,
+                n_steps,
+                limit=limit,
+                record_trees=record_trees,
+            )
+
+        return program
+
+    def _empty_state(self) -> SpecState:
+        models = self._loaded.models
+        return SpecState.empty(
+            models.target.config,
+            models.drafter.config if models.drafter else None,
+            slots=self.slots,
+            capacity=self._loaded.context_length,
+            dtype=self._loaded.dtype,
+        )
+
+    def _chunks(self, slot: int, token_ids: Sequence[int], request: Request | None):
+        """Yields the prompt's chunks: large ones, and a small one for a short rest."""
+        small, large = self.chunk_sizes[0], self.chunk_sizes[-1]
+        start = 0
+        while start < len(token_ids):
+            rest = len(token_ids) - start
+            size = small if rest <= small else large
+            yield self._chunk(slot, token_ids[start : start + size], start, size, request, rest)
+            start += size
+
+    def _chunk(
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        start: int,
+        size: int,
+        request: Request | None,
+        rest: int = 0,
+    ) -> Chunk:
+        padded = np.zeros(size, np.int32)
+        padded[: len(token_ids)] = token_ids
+        return Chunk(
+            token_ids=padded,
+            count=np.int32(len(token_ids)),
+            start=np.int32(start),
+            slot=np.int32(slot),
+            is_last=np.bool_(request is not None and rest <= size),
+            max_tokens=np.int32(request.max_tokens if request else 0),
+            sampling=_sampling_row(request),
+        )
+
+
+def _release(state: SpecState, slot: jax.Array) -> SpecState:
+    return dataclasses.replace(state, remaining=state.remaining.at[slot].set(0))
+
+
+def _sampling_row(request: Request | None) -> Sampling:
+    stop_ids = np.full((1, MAX_STOP_IDS), -1, np.int32)
+    params = request.params if request else SamplingParams(temperature=0)
+    if request:
+        stop_ids[0, : len(request.stop_ids)] = request.stop_ids
+    return Sampling(
+        temperature=np.array([params.temperature], np.float32),
+        top_k=np.array([max(params.top_k, 0)], np.int32),
+        top_p=np.array([params.top_p], np.float32),
+        min_p=np.array([params.min_p], np.float32),
+        seed=seed_words(request.seed if request else 0)[None],
+        stop_ids=stop_ids,
+    )

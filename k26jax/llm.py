@@ -1,0 +1,243 @@
+"""The Python API: load a model, generate, stream, look at logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from k26jax.config import EngineConfig
+from k26jax.engine.engine import Engine
+from k26jax.engine.loading import Progress, load, require_tokenizer
+from k26jax.engine.output import CompletionOutput, RequestOutput, StreamChunk
+from k26jax.engine.request import Request, SamplingParams, make_request, refuse_unknown
+from k26jax.errors import K26Error, RequestError
+
+Prompt = str | Sequence[int]
+_OPTIONS = [item for item in dataclasses.fields(EngineConfig) if item.name != "model_path"]
+
+
+class LLM:
+    """A loaded model that turns prompts into text.
+
+    Args:
+      model_path: model folder in the Hugging Face layout.
+      options: any other field of `k26jax.config.EngineConfig`, by name; among them
+        speculative_draft_model_path, speculative_algorithm, speculative_ddtree_budget,
+        speculative_dflash_block_size, dtype, kernels, context_length, max_running_requests, seed.
+      on_load: called with (what, bytes done, bytes in all) while weights are read.
+      on_compile: called with the name of each program before it is compiled.
+
+    Raises: TypeError for an unknown option, naming the nearest; a K26Error for bad folders, values
+      or sizes.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        on_load: Progress | None = None,
+        on_compile: Callable[[str], None] | None = None,
+        **options: Any,
+    ):
+        refuse_unknown("LLM", list(options), [item.name for item in _OPTIONS])
+        self.config = EngineConfig(model_path=str(model_path), **options)
+        self._engine: Engine | None = Engine(load(self.config, on_load))
+        self._engine.runner.warm_up(on_compile)
+        self._requests_made = 0
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind this object.
+
+        Raises: RequestError after `shutdown`.
+        """
+        if self._engine is None:
+            raise RequestError("this LLM was shut down; make a new one")
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        raise_on_error: bool = False,
+    ) -> list[RequestOutput]:
+        """Returns one output per prompt, in order; a prompt that fails carries its `error`.
+
+        Args:
+          prompts: a string, a list of strings, a list of token ids, or a list of those.
+          sampling_params: one for all prompts, or one each; default: SamplingParams().
+          use_tqdm: show a progress bar with tokens per second.
+          raise_on_error: raise the first prompt's error instead.
+        """
+        items = _as_list(prompts)
+        jobs = [
+            self._make_requests(prompt, params)
+            for prompt, params in zip(items, _params_for(items, sampling_params), strict=True)
+        ]
+        if raise_on_error:
+            for _, error in jobs:
+                if error is not None:
+                    raise error
+        flat = [(job, request) for job, (found, _) in enumerate(jobs) for request in found]
+        finished: dict[int, list[CompletionOutput]] = {job: [] for job in range(len(jobs))}
+        with tqdm(total=len(flat), unit="seq", disable=not use_tqdm) as bar:
+            for number, chunk in self.engine.run([request for _, request in flat]):
+                if chunk.output is not None:
+                    finished[flat[number][0]].append((number, chunk.output))
+                    bar.update()
+        return [
+            self._result(prompt, requests, error, finished[job])
+            for job, (prompt, (requests, error)) in enumerate(zip(items, jobs, strict=True))
+        ]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, trace: bool = False
+    ) -> Iterator[StreamChunk]:
+        """Yields a chunk after the prefill and after every decoding step; the last has `output`.
+
+        Args:
+          trace: give each chunk the step's draft tree and accepted path.
+
+        Raises: RequestError at the call, not at the first chunk.
+        """
+        requests, error = self._make_requests(prompt, sampling_params or SamplingParams())
+        if error is not None:
+            raise error
+        if len(requests) != 1:
+            raise RequestError("stream gives one sequence; set n = 1")
+        engine = self.engine
+        return (chunk for _, chunk in engine.run(requests, steps_per_dispatch=1, trace=trace))
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Returns the target's logits after each token, float32 [len(token_ids), vocabulary].
+
+        Raises: RequestError for ids outside the vocabulary, none, or more than the context holds.
+        """
+        engine, loaded = self.engine, self.engine.loaded
+        request = make_request(
+            token_ids,
+            SamplingParams(),
+            vocab_size=loaded.models.target.config.vocab_size,
+            context_length=loaded.context_length + 1,
+            eos_ids=(),
+            seed=0,
+        )
+        return engine.runner.logits(request.prompt_token_ids)
+
+    def shutdown(self) -> None:
+        """Frees the model; calling it again does nothing."""
+        if self._engine is not None:
+            self._engine.runner.close()
+            self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _make_requests(
+        self, prompt: Prompt, params: SamplingParams
+    ) -> tuple[list[Request], K26Error | None]:
+        loaded = self.engine.loaded
+        try:
+            ids = self.encode(prompt)
+            requests = []
+            for index in range(params.n):
+                seed = self.config.seed + self._requests_made
+                self._requests_made += 1
+                chosen = params
+                if params.seed is not None and params.n > 1:
+                    chosen = dataclasses.replace(params, seed=params.seed + index)
+                requests.append(
+                    make_request(
+                        ids,
+                        chosen,
+                        vocab_size=loaded.models.target.config.vocab_size,
+                        context_length=loaded.context_length,
+                        eos_ids=loaded.eos_ids,
+                        seed=seed,
+                    )
+                )
+            return requests, None
+        except K26Error as error:
+            return [], error
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Returns a prompt's token ids; special strings in text are plain text.
+
+        Raises: TokenizerError for text without a tokenizer, RequestError for another type.
+        """
+        if isinstance(prompt, str):
+            tokenizer = require_tokenizer(self.engine.loaded.tokenizer, self.config.model_path)
+            return tokenizer.encode(prompt)
+        if not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in prompt):
+            raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r:.80}")
+        return [int(i) for i in prompt]
+
+    def _result(
+        self,
+        prompt: Prompt,
+        requests: list[Request],
+        error: K26Error | None,
+        finished: list[tuple[int, CompletionOutput]],
+    ) -> RequestOutput:
+        outputs = [
+            dataclasses.replace(output, index=index)
+            for index, (_, output) in enumerate(sorted(finished, key=lambda item: item[0]))
+        ]
+        text = prompt if isinstance(prompt, str) else None
+        ids = list(requests[0].prompt_token_ids) if requests else []
+        return RequestOutput(text, ids, outputs, error=str(error) if error else None)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int | np.integer) for item in items):
+        return [items]
+    for item in items:
+        if not isinstance(item, str | Sequence | np.ndarray):
+            raise RequestError(f"prompts hold {item!r:.80}, expected text or lists of token ids")
+    return items
+
+
+def _params_for(
+    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise RequestError(
+            f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one each"
+        )
+    return list(params)
+
+
+def _signature() -> inspect.Signature:
+    """The constructor's signature with every option spelled out, for help() and editors."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        inspect.Parameter(item.name, keyword, default=item.default, annotation=item.type)
+        for item in _OPTIONS
+    ]
+    model_path = inspect.Parameter("model_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    hooks = [inspect.Parameter(name, keyword, default=None) for name in ("on_load", "on_compile")]
+    return inspect.Signature([model_path, *options, *hooks])
+
+
+LLM.__signature__ = _signature()

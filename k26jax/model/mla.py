@@ -1,0 +1,155 @@
+"""Multi-head latent attention, in the expanded form (reference) and absorbed over the cache.
+
+Source: DeepSeek-V2 (section 2.1), DeepSeek-V3; formulas 5 to 18 of the K2.6 block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k26jax.config import ModelConfig
+from k26jax.model.cache import LatentCache
+from k26jax.model.layers import contract, linear, rms_norm, rope_tables, rotate
+from k26jax.model.parameters import Source, declare, ones
+from k26jax.pallas.tree_mla import tree_mla
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Context:
+    """What new rows may look at: the cache, and each other.
+
+    cache: the whole latent cache.
+    slots: int32 [b], the cache slot of each sequence.
+    lengths: int32 [b], cache rows in use; all are visible to every row.
+    ancestors: uint32 [b, t, words], bit j of row t: row t sees new row j.
+    """
+
+    cache: LatentCache
+    slots: jax.Array
+    lengths: jax.Array
+    ancestors: jax.Array
+
+
+class MLA(nnx.Module):
+    """The attention blocks of all layers, stacked on a leading layer axis."""
+
+    def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs):
+        self.config = config
+        n_layers, hidden = config.num_hidden_layers, config.hidden_size
+        heads, latent = config.num_attention_heads, config.kv_lora_rank
+        nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+        value = config.v_head_dim
+
+        def weight(name: str, shape: tuple[int, ...], axes: tuple[str, ...], **kwargs: Any):
+            published = kwargs.pop("published_shape", None)
+            source = Source(
+                f"model.layers.{{layer}}.self_attn.{name}.weight",
+                layers=tuple(range(n_layers)),
+                published_shape=published,
+            )
+            return declare(
+                rngs, (n_layers, *shape), ("layer", *axes), source, dtype=dtype, **kwargs
+            )
+
+        rank = config.q_lora_rank
+        query = heads * (nope + rope)
+        if rank is None:
+            self.q_proj = weight("q_proj", (query, hidden), ("head", "hidden"))
+        else:
+            self.q_a_proj = weight("q_a_proj", (rank, hidden), ("q_latent", "hidden"))
+            self.q_a_layernorm = weight("q_a_layernorm", (rank,), ("q_latent",), init=ones)
+            self.q_b_proj = weight("q_b_proj", (query, rank), ("head", "q_latent"))
+        self.kv_a_proj_with_mqa = weight(
+            "kv_a_proj_with_mqa", (latent + rope, hidden), ("latent", "hidden")
+        )
+        self.kv_a_layernorm = weight("kv_a_layernorm", (latent,), ("latent",), init=ones)
+        self.kv_b_proj = weight(
+            "kv_b_proj",
+            (heads, nope + value, latent),
+            ("head", "nope_value", "latent"),
+            published_shape=(heads * (nope + value), latent),
+        )
+        self.o_proj = weight("o_proj", (hidden, heads * value), ("hidden", "head"))
+
+    def project(
+        self, layer: int, x: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Returns q_nope [b t h n], q_pe [b t h r], c_kv [b t c] and k_pe [b t r].
+
+        Args:
+          x: normed hidden states, [b, t, d].
+          positions: absolute positions, int32 [b, t].
+        """
+        config = self.config
+        if config.q_lora_rank is None:
+            query = linear(x, self.q_proj[layer])
+        else:
+            latent = linear(x, self.q_a_proj[layer])
+            latent = rms_norm(latent, self.q_a_layernorm[layer], config.latent_norm_eps)
+            query = linear(latent, self.q_b_proj[layer])
+        query = query.reshape(*x.shape[:-1], config.num_attention_heads, -1)
+        q_nope, q_pe = jnp.split(query, [config.qk_nope_head_dim], axis=-1)
+        compressed = linear(x, self.kv_a_proj_with_mqa[layer])
+        c_kv, k_pe = jnp.split(compressed, [config.kv_lora_rank], axis=-1)
+        c_kv = rms_norm(c_kv, self.kv_a_layernorm[layer], config.latent_norm_eps)
+        cos, sin = rope_tables(positions, config.rope, config.qk_rope_head_dim)
+        pairs = config.rope_interleave
+        q_pe = rotate(q_pe, cos[..., None, :], sin[..., None, :], interleaved=pairs)
+        return q_nope, q_pe, c_kv, rotate(k_pe, cos, sin, interleaved=pairs)
+
+    def absorbed(
+        self, layer: int, x: jax.Array, positions: jax.Array, context: Context, kernels: str
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the block's output [b, t, d] and the new cache rows c_kv and k_pe.
+
+        Keys and values are never expanded: w_uk moves to the query, w_uv behind the sum.
+        """
+        q_nope, q_pe, c_kv, k_pe = self.project(layer, x, positions)
+        w_uk, w_uv = jnp.split(
+            self.kv_b_proj[layer].astype(x.dtype), [self.config.qk_nope_head_dim], axis=1
+        )
+        q_latent = contract("bthn,hnc->bthc", q_nope, w_uk).astype(x.dtype)
+        attended = tree_mla(
+            q_latent,
+            q_pe,
+            context.cache.c_kv,
+            context.cache.k_pe,
+            c_kv,
+            k_pe,
+            layer=layer,
+            slots=context.slots,
+            lengths=context.lengths,
+            ancestors=context.ancestors,
+            scale=self.config.softmax_scale,
+            kernels=kernels,
+        ).astype(x.dtype)
+        heads = contract("bthc,hvc->bthv", attended, w_uv).astype(x.dtype)
+        out = linear(heads.reshape(*x.shape[:-1], -1), self.o_proj[layer])
+        return out, c_kv, k_pe
+
+    def expanded(
+        self, layer: int, x: jax.Array, positions: jax.Array, visible: jax.Array
+    ) -> jax.Array:
+        """Returns the block's output [b, t, d] with keys and values written out per head.
+
+        Args:
+          visible: bool [b, t, t], row t sees row s.
+        """
+        q_nope, q_pe, c_kv, k_pe = self.project(layer, x, positions)
+        w_uk, w_uv = jnp.split(
+            self.kv_b_proj[layer].astype(x.dtype), [self.config.qk_nope_head_dim], axis=1
+        )
+        k_nope = contract("bsc,hnc->bshn", c_kv, w_uk).astype(x.dtype)
+        values = contract("bsc,hvc->bshv", c_kv, w_uv).astype(x.dtype)
+        scores = contract("bthn,bshn->bhts", q_nope, k_nope)
+        scores += contract("bthr,bsr->bhts", q_pe, k_pe)
+        scores = jnp.where(visible[:, None], scores * self.config.softmax_scale, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+        heads = contract("bhts,bshv->bthv", weights, values).astype(x.dtype)
+        return linear(heads.reshape(*x.shape[:-1], -1), self.o_proj[layer])

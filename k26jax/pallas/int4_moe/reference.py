@@ -1,0 +1,211 @@
+"""Routed experts in plain JAX: the meaning (`dense`), and forms that read chosen experts only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+GROUP_SIZE = 32
+BLOCK_ROWS = 64
+FEW_ROWS = 64
+EXPERTS_AT_ONCE = 4
+
+
+class ExpertWeights(NamedTuple):
+    """One projection of every expert of every layer.
+
+    values: [l, e, o, i] in a float type, or INT4 words int32 [l, e, o, ceil(i / 8)].
+    scales: bfloat16 [l, e, o, i / 32] for INT4 words, else None.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None = None
+
+    def decode(self, layer: int, ids: jax.Array, width: int, dtype: jnp.dtype) -> jax.Array:
+        """Returns the matrices [n, o, width] of experts ids [n], INT4 products rounded once."""
+        values = self.values[layer, ids]
+        if self.scales is None:
+            return values.astype(dtype)
+        return decode_int4(values, self.scales[layer, ids], width, dtype)
+
+
+def decode_int4(packed: jax.Array, scales: jax.Array, width: int, dtype: jnp.dtype) -> jax.Array:
+    """Returns (nibble - 8) * scale, [..., width] in `dtype`, rounded once.
+
+    Word w of a row holds columns 8w to 8w + 7, lowest nibble first, as offset binary.
+    """
+    nibbles = (packed[..., None] >> (4 * jnp.arange(8, dtype=jnp.int32))) & 15
+    values = nibbles.reshape(*packed.shape[:-1], -1)[..., :width] - 8
+    grouped = values.reshape(*values.shape[:-1], -1, GROUP_SIZE).astype(jnp.float32)
+    product = grouped * scales.astype(jnp.float32)[..., None]
+    return product.reshape(values.shape).astype(dtype)
+
+
+def experts(
+    x: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    gate: ExpertWeights,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    layer: int,
+) -> jax.Array:
+    """Returns sum over k of topk_weights * expert(x), float32 [t, d].
+
+    An expert's matrices are decoded once for all rows that share it, and experts that nobody chose
+    are not read.
+
+    Args:
+      x: [t, d].
+      topk_ids: int32 [t, k]; an id outside the experts takes no part.
+      topk_weights: float32 [t, k].
+    """
+    form = by_expert if x.shape[0] <= FEW_ROWS else grouped
+    return form(x, topk_ids, topk_weights, gate, up, down, layer=layer)
+
+
+def dense(
+    x: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    gate: ExpertWeights,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    layer: int,
+) -> jax.Array:
+    """Returns the same as `experts`, by running every expert on every row; differentiable."""
+    ids = jnp.arange(gate.values.shape[1])
+    share = _shares(topk_ids, topk_weights, ids.size)
+    return _run(x, ids, share, gate, up, down, layer)
+
+
+def by_expert(
+    x: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    gate: ExpertWeights,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    layer: int,
+) -> jax.Array:
+    """Returns the same as `experts`, by running every chosen expert, a few at once, on every row.
+
+    For few rows: a product of eight rows takes as long as one of two.
+    """
+    n_experts = gate.values.shape[1]
+    share = _shares(topk_ids, topk_weights, n_experts)
+    chosen = (topk_ids[..., None] == jnp.arange(n_experts)).any(axis=(0, 1))
+    at_once = min(EXPERTS_AT_ONCE, n_experts)
+    order = jnp.argsort(~chosen, stable=True)
+    order = jnp.pad(order, (0, -n_experts % at_once), constant_values=n_experts)
+
+    def run_some(turn: jax.Array, out: jax.Array) -> jax.Array:
+        ids = lax.dynamic_slice_in_dim(order, turn * at_once, at_once)
+        known = jnp.minimum(ids, n_experts - 1)
+        part = jnp.where(ids < n_experts, share[:, known], 0.0)
+        return out + _run(x, known, part, gate, up, down, layer)
+
+    n_turns = -(-chosen.sum(dtype=jnp.int32) // at_once)
+    return lax.fori_loop(0, n_turns, run_some, jnp.zeros(x.shape, jnp.float32))
+
+
+def grouped(
+    x: jax.Array,
+    topk_ids: jax.Array,
+    topk_weights: jax.Array,
+    gate: ExpertWeights,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    layer: int,
+) -> jax.Array:
+    """Returns the same as `experts`, by sorting (token, expert) pairs into blocks of one expert.
+
+    For many rows: each expert runs on the rows that chose it and no others.
+    """
+    n_experts, n_pairs = gate.values.shape[1], topk_ids.size
+    plan = _plan_blocks(topk_ids.reshape(-1), n_experts, BLOCK_ROWS)
+    top_k = topk_ids.shape[1]
+
+    def run_block(block: jax.Array, out: jax.Array) -> jax.Array:
+        place = plan.first[block] + jnp.arange(BLOCK_ROWS)
+        pair = jnp.where(place < plan.end[block], plan.order[place], n_pairs)
+        picked = x[jnp.minimum(pair // top_k, x.shape[0] - 1)]
+        whole = jnp.ones((BLOCK_ROWS, 1), jnp.float32)
+        result = _run(picked, plan.expert[block][None], whole, gate, up, down, layer)
+        return out.at[pair].set(result, mode="drop")
+
+    out = lax.fori_loop(0, plan.n_blocks, run_block, jnp.zeros((n_pairs, x.shape[1]), jnp.float32))
+    # A pair that takes no part has no row in any block, so its weight meets a zero.
+    weighted = out.reshape(*topk_ids.shape, -1) * topk_weights[..., None]
+    return weighted.sum(axis=1)
+
+
+def _run(
+    x: jax.Array,
+    ids: jax.Array,
+    share: jax.Array,
+    gate: ExpertWeights,
+    up: ExpertWeights,
+    down: ExpertWeights,
+    layer: int,
+) -> jax.Array:
+    """Returns sum over experts ids [n] of share [t, n] * expert(x [t, d]), float32 [t, d]."""
+    width, inner = x.shape[-1], gate.values.shape[2]
+    hidden = _activate(
+        _product("ti,eoi->eto", x, gate.decode(layer, ids, width, x.dtype)),
+        _product("ti,eoi->eto", x, up.decode(layer, ids, width, x.dtype)),
+        x.dtype,
+    )
+    out = _product("eto,eio->eti", hidden, down.decode(layer, ids, inner, x.dtype))
+    return (out * share.T[..., None]).sum(axis=0)
+
+
+def _shares(topk_ids: jax.Array, topk_weights: jax.Array, n_experts: int) -> jax.Array:
+    """Returns the weight of every expert in every row, float32 [t, e]."""
+    is_chosen = topk_ids[..., None] == jnp.arange(n_experts)
+    return jnp.where(is_chosen, topk_weights[..., None], 0.0).sum(axis=1)
+
+
+class _Blocks(NamedTuple):
+    """Work list: block i is expert[i] on the pairs order[first[i] : end[i]]."""
+
+    order: jax.Array
+    expert: jax.Array
+    first: jax.Array
+    end: jax.Array
+    n_blocks: jax.Array
+
+
+def _plan_blocks(expert_of_pair: jax.Array, n_experts: int, rows: int) -> _Blocks:
+    n_pairs = expert_of_pair.size
+    most = min(n_pairs, n_experts) + n_pairs // rows
+    known = (expert_of_pair >= 0) & (expert_of_pair < n_experts)
+    expert_of_pair = jnp.where(known, expert_of_pair, n_experts)
+    order = jnp.argsort(expert_of_pair, stable=True)
+    count = jnp.zeros(n_experts, jnp.int32).at[expert_of_pair].add(1, mode="drop")
+    start = jnp.cumsum(count) - count
+    blocks = -(-count // rows)
+    block_end = jnp.cumsum(blocks)
+    block = jnp.arange(most)
+    expert = jnp.searchsorted(block_end, block, side="right")
+    expert = jnp.minimum(expert, n_experts - 1)
+    within = block - (block_end - blocks)[expert]
+    first = start[expert] + within * rows
+    padded = jnp.concatenate([order, jnp.full(rows, n_pairs, order.dtype)])
+    return _Blocks(padded, expert, first, (start + count)[expert], block_end[-1])
+
+
+def _product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32, precision=precision)
+
+
+def _activate(gate: jax.Array, up: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return (jax.nn.silu(gate) * up).astype(dtype)

@@ -1,0 +1,5 @@
+"""Chooses experts for tokens."""
+
+from k26jax.pallas.router.api import route
+
+__all__ = ["route"]

@@ -1,0 +1,76 @@
+"""tree_mla in plain JAX: the meaning of the kernel.
+
+Formulas 13 to 15 of absorbed MLA (DeepSeek-V2, section 2.1): all heads read one latent per token.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from k26jax.pallas.bits import unpack_bits
+from k26jax.pallas.streaming import KEY_BLOCK, Block, streaming_attention
+
+
+def tree_mla(
+    q_latent: jax.Array,
+    q_pe: jax.Array,
+    cache_c_kv: jax.Array,
+    cache_k_pe: jax.Array,
+    tree_c_kv: jax.Array,
+    tree_k_pe: jax.Array,
+    *,
+    layer: int,
+    slots: jax.Array,
+    lengths: jax.Array,
+    ancestors: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """Returns each row's attended latent, float32 [b, t, h, c].
+
+    Row t of sequence b sees the first lengths[b] cache rows of slot slots[b], and the tree rows
+    whose bit is set in ancestors[b, t]; every row sees itself. Other cache rows may hold NaN.
+
+    Args:
+      q_latent, q_pe: [b, t, h, c] and [b, t, h, r].
+      cache_c_kv, cache_k_pe: the whole stack, [l, slot, s, c] and [l, slot, s, r].
+      tree_c_kv, tree_k_pe: this layer's new rows, [b, t, c] and [b, t, r].
+      ancestors: uint32 [b, t, words], bit j of row t: row t sees tree row j.
+    """
+    latent = q_latent.shape[-1]
+    query = jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]
+    capacity = cache_c_kv.shape[2]
+    size = min(KEY_BLOCK, capacity)
+
+    def load(block: jax.Array) -> Block:
+        # The last block of a capacity that is no multiple of the block size starts earlier, and
+        # the rows it shares with the block before it are masked.
+        first = block * size
+        start = jnp.minimum(first, capacity - size)
+        keys = jnp.concatenate(
+            [_rows(cache, layer, slots, start, size) for cache in (cache_c_kv, cache_k_pe)],
+            axis=-1,
+        )
+        position = start + jnp.arange(size)
+        seen = (position >= first) & (position < lengths[:, None])
+        visible = jnp.broadcast_to(seen[:, None], (*query.shape[:2], size))
+        return keys[:, :, None], keys[:, :, None, :latent], visible
+
+    tree_keys = jnp.concatenate([tree_c_kv, tree_k_pe], axis=-1)
+    last = (
+        tree_keys[:, :, None],
+        tree_keys[:, :, None, :latent],
+        unpack_bits(ancestors, q_latent.shape[1]),
+    )
+    n_blocks = -(-lengths.max() // size)
+    return streaming_attention(query, load, n_blocks, last, scale)[:, :, 0]
+
+
+def _rows(cache: jax.Array, layer: int, slots: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    width = cache.shape[-1]
+
+    def one(slot: jax.Array) -> jax.Array:
+        return lax.dynamic_slice(cache, (layer, slot, start, 0), (1, 1, size, width))[0, 0]
+
+    return jax.vmap(one)(slots)

@@ -1,0 +1,70 @@
+"""Stage compact: the accepted rows become the newest rows of both caches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from k26jax.model.cache import DraftCache, LatentCache, write_rows
+from k26jax.model.target import Rows
+from k26jax.spec.accept import Accepted
+from k26jax.spec.state import Models, SpecState
+
+
+def compact(models: Models, state: SpecState, rows: Rows, accepted: Accepted) -> SpecState:
+    """Returns the state with the accepted path committed, in order, and a new anchor.
+
+    A node of depth j was rotated for position length + j and lands in that row, so nothing is
+    rotated again; the drafter's rows come from the target features of the same nodes.
+
+    Donates: both caches of `state`, where the caller is jitted with it donated.
+    """
+    slots = jnp.arange(state.anchor.shape[0])
+    taken = Rows(
+        hidden=rows.hidden,
+        c_kv=_take(rows.c_kv, accepted.path[None]),
+        k_pe=_take(rows.k_pe, accepted.path[None]),
+        features=_take(rows.features, accepted.path),
+    )
+    cache, draft_cache = commit(
+        models, state, taken, slots=slots, start=state.length, count=accepted.emitted_len
+    )
+    return dataclasses.replace(
+        state,
+        cache=cache,
+        draft_cache=draft_cache,
+        anchor=accepted.bonus_token,
+        length=state.length + accepted.emitted_len,
+        remaining=accepted.remaining,
+    )
+
+
+def commit(
+    models: Models,
+    state: SpecState,
+    rows: Rows,
+    *,
+    slots: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+) -> tuple[LatentCache, DraftCache | None]:
+    """Returns both caches with count[b] of the given rows at start[b] of slot slots[b]."""
+    cache = LatentCache(
+        write_rows(state.cache.c_kv, rows.c_kv, slots, start, count),
+        write_rows(state.cache.k_pe, rows.k_pe, slots, start, count),
+    )
+    draft_cache = state.draft_cache
+    if models.drafter is not None and draft_cache is not None and rows.features.shape[-1]:
+        positions = start[:, None] + jnp.arange(rows.features.shape[1])
+        new = models.drafter.context_rows(rows.features, positions)
+        draft_cache = DraftCache(
+            write_rows(draft_cache.keys, new.keys, slots, start, count),
+            write_rows(draft_cache.values, new.values, slots, start, count),
+        )
+    return cache, draft_cache
+
+
+def _take(rows: jax.Array, path: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(rows, path[..., None], axis=-2)

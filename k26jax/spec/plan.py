@@ -1,0 +1,50 @@
+"""The static choices of a compiled step: how tokens are drafted and how wide a tree is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from k26jax.config import Algorithm
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one compiled program is made for.
+
+    budget: tree nodes without the root; 0 means plain decoding.
+    depth: drafted tokens of one pass, the greatest depth of a tree.
+    block_size: rows of one draft pass.
+    """
+
+    algorithm: Algorithm = Algorithm.NONE
+    budget: int = 0
+    depth: int = 0
+    block_size: int = 0
+    kernels: str = "auto"
+
+    @classmethod
+    def plain(cls, kernels: str = "auto") -> Plan:
+        """Returns the plan of plain decoding: one token a step."""
+        return cls(kernels=kernels)
+
+    @classmethod
+    def chain(cls, depth: int, block_size: int, kernels: str = "auto") -> Plan:
+        """Returns the plan of a DFlash chain."""
+        return cls(Algorithm.DFLASH, depth, depth, block_size, kernels)
+
+    @classmethod
+    def tree(cls, budget: int, depth: int, block_size: int, kernels: str = "auto") -> Plan:
+        """Returns the plan of a DDTree with `budget` nodes besides the root."""
+        if budget == 0:
+            return cls.plain(kernels)
+        return cls(Algorithm.DDTREE, budget, min(depth, budget), block_size, kernels)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the step runs the drafter."""
+        return self.algorithm is not Algorithm.NONE
+
+    @property
+    def width(self) -> int:
+        """Rows of one verification, the root included."""
+        return self.budget + 1

@@ -1,0 +1,79 @@
+"""Choosing tokens: greedy, or by Gumbel noise that depends on seed and position alone.
+
+Noise keyed by position makes speculative sampling emit exactly the tokens of plain sampling: a
+position's draw is the same whichever tree node, slot or batch asks for it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from k26jax.spec.state import Sampling
+
+
+def choose(
+    logits: jax.Array, base: jax.Array, offset: jax.Array, sampling: Sampling, most: int
+) -> jax.Array:
+    """Returns one token per row, int32 [b, t]; the row's token is for position base + offset + 1.
+
+    Temperature 0 takes the largest logit, ties to the lowest id. Otherwise the largest of
+    logits / temperature + Gumbel noise, after top_k, then top_p, then min_p.
+
+    Args:
+      logits: float32 [b, t, w].
+      base: int32 [b].
+      offset: int32 [b, t], from 0 to `most`.
+    """
+
+    def greedy(_: None) -> jax.Array:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def sampled(_: None) -> jax.Array:
+        hot = sampling.temperature > 0
+        scaled = logits / jnp.where(hot, sampling.temperature, 1.0)[:, None, None]
+        filtered = lax.cond(
+            (hot & _has_filter(sampling)).any(), lambda x: _filter(x, sampling), lambda x: x, scaled
+        )
+        noise = gumbel(sampling.seed, base, most, logits.shape[-1])
+        noisy = filtered + jnp.take_along_axis(noise, offset[..., None], axis=1)
+        return jnp.where(hot[:, None], jnp.argmax(noisy, axis=-1), greedy(None)).astype(jnp.int32)
+
+    return lax.cond((sampling.temperature > 0).any(), sampled, greedy, None)
+
+
+def gumbel(seed: jax.Array, base: jax.Array, most: int, width: int) -> jax.Array:
+    """Returns Gumbel noise [b, most + 1, width] for positions base + 1 onward.
+
+    Args:
+      seed: uint32 [b, 2].
+      base: int32 [b].
+    """
+
+    def one(words: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        key = jax.random.fold_in(key, position)
+        return jax.random.gumbel(key, (width,), jnp.float32)
+
+    positions = base[:, None] + 1 + jnp.arange(most + 1)
+    return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(seed, positions)
+
+
+def _has_filter(sampling: Sampling) -> jax.Array:
+    return (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+
+
+def _filter(scaled: jax.Array, sampling: Sampling) -> jax.Array:
+    """Sets the logits [b, t, w] outside top_k, top_p and min_p to -inf; ties with the last kept
+    value stay."""
+    descending = -jnp.sort(-scaled, axis=-1)
+    width = scaled.shape[-1]
+    top_k = jnp.where(sampling.top_k > 0, sampling.top_k, width)[:, None, None]
+    in_k = jnp.arange(width) < top_k
+    probability = jax.nn.softmax(jnp.where(in_k, descending, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    kept = in_k & ((before < sampling.top_p[:, None, None]) | (jnp.arange(width) == 0))
+    kept &= probability >= sampling.min_p[:, None, None] * probability[..., :1]
+    lowest = jnp.where(kept, descending, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(scaled >= lowest, scaled, -jnp.inf)

@@ -1,0 +1,113 @@
+"""The device state of all slots between two steps, and the two models that advance it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k26jax.config import MAX_STOP_IDS, DraftConfig, ModelConfig
+from k26jax.model.cache import DraftCache, LatentCache
+from k26jax.model.drafter import Drafter
+from k26jax.model.target import Target
+
+
+@dataclass(frozen=True)
+class Models:
+    """The target and, where tokens are drafted, its drafter."""
+
+    target: Target
+    drafter: Drafter | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose output the drafter reads."""
+        return self.drafter.config.target_layer_ids if self.drafter else ()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampling:
+    """How each slot chooses tokens.
+
+    temperature: float32 [b]; 0: greedy.
+    top_k: int32 [b]; 0: off.   top_p: float32 [b]; 1: off.   min_p: float32 [b]; 0: off.
+    seed: uint32 [b, 2], the key of the slot's noise.
+    stop_ids: int32 [b, MAX_STOP_IDS], padded with -1.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    seed: jax.Array
+    stop_ids: jax.Array
+
+    @classmethod
+    def empty(cls, slots: int) -> Sampling:
+        """Returns greedy settings without stop ids."""
+        return cls(
+            temperature=jnp.zeros(slots, jnp.float32),
+            top_k=jnp.zeros(slots, jnp.int32),
+            top_p=jnp.ones(slots, jnp.float32),
+            min_p=jnp.zeros(slots, jnp.float32),
+            seed=jnp.zeros((slots, 2), jnp.uint32),
+            stop_ids=jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SpecState:
+    """Everything a decoding step reads and writes; b slots side by side.
+
+    cache: latents of the committed tokens.
+    draft_cache: the drafter's keys and values of the same tokens; None without a drafter.
+    anchor: int32 [b], the newest token: emitted, not yet run through the target.
+    length: int32 [b], committed tokens before the anchor; the anchor's absolute position.
+    remaining: int32 [b], tokens the slot may still emit; 0: the slot is idle or done.
+    sampling: how each slot chooses tokens.
+    """
+
+    cache: LatentCache
+    draft_cache: DraftCache | None
+    anchor: jax.Array
+    length: jax.Array
+    remaining: jax.Array
+    sampling: Sampling
+
+    @classmethod
+    def empty(
+        cls,
+        config: ModelConfig,
+        draft_config: DraftConfig | None,
+        *,
+        slots: int,
+        capacity: int,
+        dtype: jnp.dtype,
+    ) -> SpecState:
+        """Returns idle slots; `capacity` is the tokens one slot can hold."""
+        draft_cache = (
+            DraftCache.empty(draft_config, slots, capacity, dtype) if draft_config else None
+        )
+        return cls(
+            cache=LatentCache.empty(config, slots, capacity, dtype),
+            draft_cache=draft_cache,
+            anchor=jnp.zeros(slots, jnp.int32),
+            length=jnp.zeros(slots, jnp.int32),
+            remaining=jnp.zeros(slots, jnp.int32),
+            sampling=Sampling.empty(slots),
+        )
+
+    @property
+    def is_active(self) -> jax.Array:
+        """bool [b], whether the slot still emits tokens."""
+        return self.remaining > 0
+
+
+def seed_words(seed: int) -> np.ndarray:
+    """Returns uint32 [2], the noise key of an integer seed (taken modulo 2**64)."""
+    seed %= 1 << 64
+    return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)

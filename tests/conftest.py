@@ -1,0 +1,33 @@
+"""Eight fake CPU devices, shape checks on, strict promotion, one compile cache for all tests."""
+
+import os
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile(
+    "ci", derandomize=True, deadline=None, max_examples=20, print_blob=True
+)
+hypothesis.settings.load_profile("ci")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--golden-dir",
+        default=str(REPOSITORY / "tests" / "golden"),
+        help="folder of reference data in the structure of tests/golden",
+    )
+
+
+@pytest.fixture(scope="session")
+def golden_dir(request) -> Path:
+    """The folder of reference data; tests find what it holds, they do not name it."""
+    return Path(request.config.getoption("--golden-dir"))
