@@ -45,9 +45,8 @@ ONE_FILE = 1 << 30
 
 def check_blocks(config: DraftConfig, params: Params) -> float:
     """Returns the greatest difference between the training form and `Drafter.block`, float32."""
-    build = functools.partial(abstract)
-    plain = bind(build(lambda r: Drafter(config, dtype=jnp.float32, rngs=r)), params)
-    dense = bind(build(lambda r: TrainingDrafter(config, dtype=jnp.float32, rngs=r)), params)
+    plain = bind(abstract(lambda r: Drafter(config, dtype=jnp.float32, rngs=r)), params)
+    dense = bind(abstract(lambda r: TrainingDrafter(config, dtype=jnp.float32, rngs=r)), params)
     rng = np.random.default_rng(0)
     length, anchors = 40, np.array([[11, 32], [29, 7]])
     width = config.hidden_size
@@ -155,9 +154,11 @@ def train(args: argparse.Namespace) -> None:
     config = DraftConfig.from_dict(published)
     params = float32(arrays(TrainingDrafter(config, dtype=jnp.float32, rngs=nnx.Rngs(args.seed))))
     print(f"training form differs by {check_blocks(config, params):.2e} from Drafter.block")
+    # XLA's CPU backend lacks some of the bfloat16 products.
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     attention = choose_attention(args.attention)
-    target, frozen = load_for_training(args.target, jnp.bfloat16)
-    tokenizer = load_tokenizer(args.target)
+    target, frozen = load_for_training(args.target, dtype)
+    tokenizer = load_tokenizer(args.tokenizer)
     heldout = heldout_prompts(args.prompts, tokenizer, args.length)
     heldout_text = write_text(target, frozen, heldout, args)
     print("held-out example:", tokenizer.decode(heldout_text[1].tolist()), flush=True)
@@ -166,11 +167,12 @@ def train(args: argparse.Namespace) -> None:
     print(f"prompts chosen after {time.monotonic() - BEGUN:.0f} s", flush=True)
     text = write_text(target, frozen, prompts, args)
     starts = jnp.asarray(prompts.lengths[: len(text)])
-    module = abstract(lambda rngs: TrainingDrafter(config, dtype=jnp.bfloat16, rngs=rngs))
+    module = abstract(lambda rngs: TrainingDrafter(config, dtype=dtype, rngs=rngs))
+    stored = abstract(lambda rngs: Drafter(config, dtype=jnp.bfloat16, rngs=rngs))
 
     def save(params: Params) -> int:
         host = jax.tree.map(np.asarray, params)
-        return write_checkpoint(args.out, published, published_tensors(module, host), ONE_FILE)
+        return write_checkpoint(args.out, published, published_tensors(stored, host), ONE_FILE)
 
     @jax.jit
     def judge(params: Params, ids: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -212,6 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains the small target's drafter.")
     parser.add_argument("--data", type=Path, default=Path(".train"))
     parser.add_argument("--target", type=Path, default=Path("checkpoints/k26-tiny"))
+    parser.add_argument("--tokenizer", type=Path, default=Path("checkpoints/k26-tiny"))
     parser.add_argument("--out", type=Path, default=Path("checkpoints/k26-tiny-dflash"))
     parser.add_argument("--prompts", type=Path, default=Path("checkpoints/heldout_prompts.jsonl"))
     parser.add_argument("--tokens", type=int, default=25_000_000, help="of train.npy, for prompts")

@@ -186,7 +186,7 @@ def train(args: argparse.Namespace, module: TrainingTarget, config: ModelConfig)
     return params
 
 
-def report(folder: Path, data: Path, length: int) -> None:
+def report(folder: Path, data: Path, tokenizer_folder: Path, length: int) -> None:
     """Prints held-out bits per byte of the exported folder, in float32, through the package."""
     config = ModelConfig.from_folder(folder)
     module = abstract(lambda rngs: Target(config, dtype=jnp.float32, rngs=rngs))
@@ -200,7 +200,7 @@ def report(folder: Path, data: Path, length: int) -> None:
         return target.forward_expanded(ids, positions, visible)[0]
 
     nats = evaluate(module, params, tokens, forward, length)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(tokenizer_folder)
     text_bytes = len(tokenizer.visible_bytes(tokens.tolist()))
     print(
         f"exported: held-out loss {nats / (len(tokens) - 1):.4f} nats per token, "
@@ -214,6 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains the small target.")
     parser.add_argument("--data", type=Path, default=Path(".train"))
     parser.add_argument("--out", type=Path, default=Path("checkpoints/k26-tiny"))
+    parser.add_argument("--tokenizer", type=Path, default=Path("checkpoints/k26-tiny"))
     parser.add_argument("--steps", type=int, default=30_000)
     parser.add_argument("--minutes", type=float, default=60.0, help="all but the report")
     parser.add_argument("--batch", type=int, default=64)
@@ -229,7 +230,7 @@ def main() -> None:
     module = abstract(lambda rngs: TrainingTarget(floating, dtype=jnp.bfloat16, rngs=rngs))
     params = train(args, module, config)
     print("exported", export(args.out, params), "bytes", flush=True)
-    report(args.out, args.data, args.length * 4)
+    report(args.out, args.data, args.tokenizer, args.length * 4)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def plan_load(checkpoint: Checkpoint, module: nnx.Module) -> Plan:
     for path, declaration in declarations(module).items():
         names = []
         for index, name in declaration.source.names():
-            if prefix and name not in known:
+            if prefix and name not in known and prefix + name in known:
                 name = prefix + name
             if name not in known:
                 missing.append(name)
@@ -124,7 +124,13 @@ def _check(checkpoint: Checkpoint, name: str, declaration: Declaration) -> Itera
         if f"{stem}_shape" in checkpoint:
             shape = checkpoint.read(f"{stem}_shape")
             scale = checkpoint.entry(f"{stem}_scale")
-            check_weight_shape(shape, tuple(entry.shape), tuple(scale.shape), name)
+            stated = check_weight_shape(shape, tuple(entry.shape), tuple(scale.shape), name)
+            # Groups of 32 fill whole words, so the packed width leaves no choice.
+            if stated[-1] != 8 * entry.shape[-1]:
+                raise CheckpointError(
+                    f"{entry.file.name}: tensor {stem + '_shape'!r} is {list(stated)}, expected "
+                    f"{[*entry.shape[:-1], 8 * entry.shape[-1]]} from config.json"
+                )
             yield f"{stem}_shape"
 
 

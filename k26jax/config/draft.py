@@ -129,8 +129,12 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
 def _layer_masks(
     fields: Fields, dflash: Fields, layers: int
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    if "layer_types" not in fields.data:
+        fields.refuse("use_sliding_window", (False,), "layer_types must name the sliding layers")
     kinds = fields.get("layer_types", list, ["full_attention"] * layers)
-    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+    if len(kinds) != layers or any(
+        kind not in ("full_attention", "sliding_attention") for kind in kinds
+    ):
         raise ConfigError(
             f"{fields.origin}: layer_types {kinds} must name full_attention or sliding_attention "
             f"once for each of the {layers} layers"
@@ -160,6 +164,8 @@ def _check(config: DraftConfig, origin: str) -> None:
             f"{origin}: mask_token_id {config.mask_token_id} is outside the vocabulary of "
             f"{config.vocab_size}"
         )
+    if not config.target_layer_ids:
+        raise ConfigError(f"{origin}: target_layer_ids is empty; a drafter reads at least one layer")
     for layer in config.target_layer_ids:
         if not 0 <= layer < config.num_target_layers:
             raise ConfigError(

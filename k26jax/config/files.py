@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,15 +51,20 @@ class Fields:
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        is_number = kind is not float or (isinstance(value, float) and math.isfinite(value))
+        if (
+            not isinstance(value, kind)
+            or not is_number
+            or (kind is int and isinstance(value, bool))
+        ):
             raise ConfigError(
                 f"{self.origin}: field {name!r} is {value!r}, expected {kind.__name__}"
             )
         return value
 
-    def positive(self, name: str) -> int:
-        """Returns a required integer field that must be at least 1."""
-        value = self.get(name, int)
+    def positive(self, name: str, default: Any = _MISSING) -> int:
+        """Returns an integer field that must be at least 1; required without a default."""
+        value = self.get(name, int, default)
         if value < 1:
             raise ConfigError(f"{self.origin}: field {name!r} is {value}, expected at least 1")
         return value

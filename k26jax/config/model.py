@@ -14,7 +14,7 @@ from k26jax.config.quantization import GROUP_SIZE, Quantization, parse_quantizat
 from k26jax.config.rope import RopeConfig, parse_rope
 from k26jax.errors import ConfigError
 
-TEXT_MODEL_TYPES = ("kimi_k2", "deepseek_v3", "deepseek_v2")
+TEXT_MODEL_TYPES = ("kimi_k2", "deepseek_v3", "deepseek_v2", "glm4_moe_lite")
 NESTED_MODEL_TYPES = ("kimi_k25",)
 _RELATIVES = {
     "kimi_linear": "its layers mix linear attention (KDA) with position-free MLA",
@@ -85,11 +85,12 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, data: dict[str, Any], origin: str = "config.json") -> ModelConfig:
         """Returns the configuration that a parsed `config.json` describes."""
-        model_type = data.get("model_type")
-        if model_type in NESTED_MODEL_TYPES:
-            text = Fields(data, origin).get("text_config", dict)
+        fields = Fields(data, origin)
+        if fields.get("model_type", str) in NESTED_MODEL_TYPES:
+            text = fields.get("text_config", dict)
             merged = {**text}
-            merged.setdefault("quantization_config", data.get("quantization_config"))
+            if merged.get("quantization_config") is None:
+                merged["quantization_config"] = data.get("quantization_config")
             ids = [*_token_ids(data.get("eos_token_id"), origin)]
             ids += _token_ids(text.get("eos_token_id"), origin)
             merged["eos_token_id"] = list(dict.fromkeys(ids))
@@ -148,29 +149,32 @@ def _parse_text_config(data: dict[str, Any], origin: str) -> ModelConfig:
     if "q_lora_rank" not in data:
         raise ConfigError(f"{origin}: field 'q_lora_rank' is missing (null means one projection)")
     sigmoid = data["model_type"] != "deepseek_v2"
+    # Absent in files written for classes that know one kind of router only.
+    topk_method = fields.get("topk_method", str, "noaux_tc" if sigmoid else "greedy")
+    is_grouped = topk_method != "greedy"
     config = ModelConfig(
         model_type=data["model_type"],
         vocab_size=fields.positive("vocab_size"),
         hidden_size=fields.positive("hidden_size"),
         num_hidden_layers=fields.positive("num_hidden_layers"),
         num_attention_heads=fields.positive("num_attention_heads"),
-        q_lora_rank=fields.get("q_lora_rank", int, None),
+        q_lora_rank=None if data["q_lora_rank"] is None else fields.positive("q_lora_rank"),
         kv_lora_rank=fields.positive("kv_lora_rank"),
         qk_nope_head_dim=fields.positive("qk_nope_head_dim"),
         qk_rope_head_dim=fields.positive("qk_rope_head_dim"),
         v_head_dim=fields.positive("v_head_dim"),
         intermediate_size=fields.positive("intermediate_size"),
         moe_intermediate_size=fields.positive("moe_intermediate_size"),
-        first_k_dense_replace=fields.get("first_k_dense_replace", int),
-        moe_layer_freq=fields.get("moe_layer_freq", int, 1),
+        first_k_dense_replace=_first_k_dense_replace(fields),
+        moe_layer_freq=fields.positive("moe_layer_freq", 1),
         n_routed_experts=fields.positive("n_routed_experts"),
         num_experts_per_tok=fields.positive("num_experts_per_tok"),
         n_shared_experts=fields.get("n_shared_experts", int, 0),
-        n_group=fields.get("n_group", int, 1),
-        topk_group=fields.get("topk_group", int, 1),
-        # Absent in files written for classes that know one kind of router only.
+        # Published classes disagree on the default, so grouped routers must state both.
+        n_group=fields.positive("n_group") if is_grouped else 1,
+        topk_group=fields.positive("topk_group") if is_grouped else 1,
         scoring_func=fields.get("scoring_func", str, "sigmoid" if sigmoid else "softmax"),
-        topk_method=fields.get("topk_method", str, "noaux_tc" if sigmoid else "greedy"),
+        topk_method=topk_method,
         norm_topk_prob=fields.get("norm_topk_prob", bool),
         routed_scaling_factor=fields.get("routed_scaling_factor", float),
         rms_norm_eps=fields.get("rms_norm_eps", float),
@@ -179,10 +183,30 @@ def _parse_text_config(data: dict[str, Any], origin: str) -> ModelConfig:
         eos_token_ids=_token_ids(data.get("eos_token_id"), origin),
         rope_interleave=fields.get("rope_interleave", bool, True),
         tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
-        quantization=parse_quantization(data.get("quantization_config"), origin),
+        quantization=parse_quantization(fields.get("quantization_config", dict, None), origin),
     )
     _check(config, origin)
     return config
+
+
+def _first_k_dense_replace(fields: Fields) -> int:
+    """Returns the number of leading dense layers, which GLM's files may spell layer by layer."""
+    kinds = fields.get("mlp_layer_types", list, None)
+    if kinds is None:
+        return fields.get("first_k_dense_replace", int)
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (fields.positive("num_hidden_layers") - dense):
+        raise ConfigError(
+            f"{fields.origin}: mlp_layer_types {kinds} must be dense layers, then sparse ones, "
+            "num_hidden_layers in all"
+        )
+    stated = fields.get("first_k_dense_replace", int, dense)
+    if stated != dense:
+        raise ConfigError(
+            f"{fields.origin}: first_k_dense_replace = {stated}, but mlp_layer_types names "
+            f"{dense} dense layers"
+        )
+    return dense
 
 
 def _check(config: ModelConfig, origin: str) -> None:
@@ -191,7 +215,7 @@ def _check(config: ModelConfig, origin: str) -> None:
     if config.topk_method not in ("noaux_tc", "greedy", "group_limited_greedy"):
         raise ConfigError(f"{origin}: topk_method {config.topk_method!r} is not supported")
     experts, groups = config.n_routed_experts, config.n_group
-    if groups < 1 or experts % groups or not 1 <= config.topk_group <= groups:
+    if experts % groups or config.topk_group > groups:
         raise ConfigError(
             f"{origin}: {experts} experts do not form n_group = {groups} equal groups of which "
             f"topk_group = {config.topk_group} are kept"

@@ -96,18 +96,26 @@ def parse_rope(data: dict[str, Any], origin: str) -> RopeConfig:
         raise ConfigError(f"{origin}: the rope block is {block!r}, expected an object")
     fields = Fields(block, f"{origin} (rope block)")
     theta = Fields({**data, **block}, origin).get("rope_theta", float)
+    if theta <= 1:
+        raise ConfigError(f"{origin}: rope_theta = {theta}, expected more than 1")
+    fields.refuse("partial_rotary_factor", (1.0,), "every rotary component is rotated")
+    fields.refuse("truncate", (True,), "YaRN's ramp has whole bounds")
+    amplitude = fields.get("attention_factor", float, None)
     kind = block.get("rope_type") or block.get("type") or "default"
     if kind in ("default", "none"):
-        return RopeConfig(rope_theta=theta, attention_factor=block.get("attention_factor"))
+        return RopeConfig(rope_theta=theta, attention_factor=amplitude)
     if kind not in ("yarn", "deepseek_yarn"):
         raise ConfigError(f"{origin}: rope type {kind!r} is not supported; known: default, yarn")
+    factor = fields.get("factor", float)
+    if factor < 1:
+        raise ConfigError(f"{fields.origin}: factor = {factor}, expected at least 1")
     return RopeConfig(
         rope_theta=theta,
-        factor=fields.get("factor", float),
+        factor=factor,
         beta_fast=fields.get("beta_fast", float, 32.0),
         beta_slow=fields.get("beta_slow", float, 1.0),
         mscale=fields.get("mscale", float, 0.0),
         mscale_all_dim=fields.get("mscale_all_dim", float, 0.0),
         original_max_position_embeddings=fields.positive("original_max_position_embeddings"),
-        attention_factor=fields.get("attention_factor", float, None),
+        attention_factor=amplitude,
     )
