@@ -165,7 +165,7 @@ def _check(config: DraftConfig, origin: str) -> None:
             f"{config.vocab_size}"
         )
     if not config.target_layer_ids:
-        raise ConfigError(f"{origin}: target_layer_ids is empty; a drafter reads at least one layer")
+        raise ConfigError(f"{origin}: target_layer_ids is empty, expected one or more")
     for layer in config.target_layer_ids:
         if not 0 <= layer < config.num_target_layers:
             raise ConfigError(

@@ -51,12 +51,8 @@ class Fields:
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-        is_number = kind is not float or (isinstance(value, float) and math.isfinite(value))
-        if (
-            not isinstance(value, kind)
-            or not is_number
-            or (kind is int and isinstance(value, bool))
-        ):
+        is_fit = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+        if not is_fit or (isinstance(value, float) and not math.isfinite(value)):
             raise ConfigError(
                 f"{self.origin}: field {name!r} is {value!r}, expected {kind.__name__}"
             )

@@ -1,11 +1,12 @@
 """The latent cache of the target and the key-value cache of the drafter, in fixed slots."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
 
 from k26jax.config import DraftConfig, ModelConfig
 
@@ -15,15 +16,15 @@ from k26jax.config import DraftConfig, ModelConfig
 class LatentCache:
     """What MLA keeps of each token; rows at or past a slot's length are out of use.
 
-    c_kv: [l, slot, s, c], the latent after its norm.
-    k_pe: [l, slot, s, r], the shared rotary key after rotation.
+    c_kv: the latent after its norm.
+    k_pe: the shared rotary key after rotation.
     """
 
-    c_kv: jax.Array
-    k_pe: jax.Array
+    c_kv: Float[Array, "l slot s c"]
+    k_pe: Float[Array, "l slot s r"]
 
     @classmethod
-    def empty(cls, config: ModelConfig, slots: int, capacity: int, dtype: jnp.dtype) -> LatentCache:
+    def empty(cls, config: ModelConfig, slots: int, capacity: int, dtype: DTypeLike) -> Self:
         """Returns a cache of zeros; `capacity` is the rows of one slot."""
         shape = (config.num_hidden_layers, slots, capacity)
         return cls(
@@ -37,15 +38,15 @@ class LatentCache:
 class DraftCache:
     """Keys and values of the committed tokens in the drafter.
 
-    keys: [l, slot, s, n, e], normed and rotated.
-    values: [l, slot, s, n, e].
+    keys: normed and rotated.
+    values: as projected.
     """
 
-    keys: jax.Array
-    values: jax.Array
+    keys: Float[Array, "l slot s kv_head width"]
+    values: Float[Array, "l slot s kv_head width"]
 
     @classmethod
-    def empty(cls, config: DraftConfig, slots: int, capacity: int, dtype: jnp.dtype) -> DraftCache:
+    def empty(cls, config: DraftConfig, slots: int, capacity: int, dtype: DTypeLike) -> Self:
         """Returns a cache of zeros; `capacity` is the rows of one slot."""
         heads = (config.num_key_value_heads, config.head_dim)
         shape = (config.num_hidden_layers, slots, capacity, *heads)
@@ -53,15 +54,16 @@ class DraftCache:
 
 
 def write_rows(
-    cache: jax.Array, rows: jax.Array, slots: jax.Array, start: jax.Array, count: jax.Array
-) -> jax.Array:
+    cache: Float[Array, "l slot s *row"],
+    rows: Float[Array, "l b t *row"],
+    slots: Int32[Array, "b"],
+    start: Int32[Array, "b"],
+    count: Int32[Array, "b"],
+) -> Float[Array, "l slot s *row"]:
     """Returns the cache with count[b] rows of `rows` at start[b] onward in slot slots[b].
 
     Rows past the count or past the capacity are dropped, so nothing else is touched.
 
-    Args:
-      cache: [l, slot, s, ...].
-      rows: [l, b, n, ...].
     Donates: cache, where the caller is jitted with it donated.
     """
     capacity = cache.shape[2]

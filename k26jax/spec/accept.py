@@ -1,11 +1,9 @@
 """Stage accept: follows the target's own choices down the tree, without a loop."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
 
 from k26jax.pallas.bits import pack_bits
 from k26jax.spec.plan import Plan
@@ -17,32 +15,31 @@ from k26jax.spec.tree import Tree
 class Accepted(NamedTuple):
     """The path that agreed with the target, and what it emits.
 
-    path: int32 [b, depth + 1], accepted nodes from the root down; padding: 0.
-    accepted_len: int32 [b], nodes on the path, the root included; before any limit.
-    tokens: int32 [b, depth + 1], the tokens emitted: those below the root, then the bonus token.
-    emitted_len: int32 [b], how many of them count: up to the first stop id, at most what the slot
-        may emit, 0 for an idle slot. Also the nodes of the path that become committed.
-    bonus_token: int32 [b], the last emitted token: the next anchor.
-    remaining: int32 [b], tokens the slot may emit after these; 0 once it is done.
+    path: accepted nodes from the root down, as many as the depth and one; padding: 0.
+    accepted_len: nodes on the path, the root included; before any limit.
+    tokens: the tokens emitted: those below the root, then the bonus token.
+    emitted_len: how many of them count: up to the first stop id, at most what the slot may emit,
+        0 for an idle slot. Also the nodes of the path that become committed.
+    bonus_token: the last emitted token: the next anchor.
+    remaining: tokens the slot may emit after these; 0 once it is done.
     """
 
-    path: jax.Array
-    accepted_len: jax.Array
-    tokens: jax.Array
-    emitted_len: jax.Array
-    bonus_token: jax.Array
-    remaining: jax.Array
+    path: Int32[Array, "b path"]
+    accepted_len: Int32[Array, "b"]
+    tokens: Int32[Array, "b path"]
+    emitted_len: Int32[Array, "b"]
+    bonus_token: Int32[Array, "b"]
+    remaining: Int32[Array, "b"]
 
 
-def accept(tree: Tree, logits: jax.Array, state: SpecState, plan: Plan) -> Accepted:
+def accept(tree: Tree, logits: Float32[Array, "b t w"], state: SpecState, plan: Plan) -> Accepted:
     """Returns the accepted path and its tokens.
 
     A node holds if its token is what the target chose at its parent; it is accepted if it and all
     its ancestors hold. The target's choices at rejected nodes influence nothing.
 
     Args:
-      tree: batched, [b, n].
-      logits: float32 [b, n, w].
+      tree: one tree a slot.
     """
     posterior = choose(logits, state.length, tree.depth, state.sampling, plan.depth)
     path, accepted_len = follow(tree, posterior, plan.depth)
@@ -61,12 +58,14 @@ def accept(tree: Tree, logits: jax.Array, state: SpecState, plan: Plan) -> Accep
     )
 
 
-def follow(tree: Tree, posterior: jax.Array, depth: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the accepted nodes, int32 [b, depth + 1] padded with 0, and their number [b].
+def follow(
+    tree: Tree, posterior: Int32[Array, "b t"], depth: int
+) -> tuple[Int32[Array, "b {depth}+1"], Int32[Array, "b"]]:
+    """Returns the accepted nodes from the root down, padded with 0, and their number.
 
     Args:
-      tree: batched, [b, n].
-      posterior: int32 [b, n], the target's choice at each node.
+      tree: one tree a slot.
+      posterior: the target's choice at each node.
     """
     parent_choice = jnp.take_along_axis(posterior, jnp.maximum(tree.parent, 0), axis=1)
     is_root = jnp.arange(tree.parent.shape[1]) == 0
@@ -79,14 +78,13 @@ def follow(tree: Tree, posterior: jax.Array, depth: int) -> tuple[jax.Array, jax
 
 
 def cut_at_stop(
-    tokens: jax.Array, limit: jax.Array, stop_ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns how many tokens count, int32 [b], and whether a stop id was met (it counts too).
+    tokens: Int32[Array, "b path"], limit: Int32[Array, "b"], stop_ids: Int32[Array, "b stops"]
+) -> tuple[Int32[Array, "b"], Bool[Array, "b"]]:
+    """Returns how many tokens count, and whether a stop id was met (it counts too).
 
     Args:
-      tokens: int32 [b, t].
-      limit: int32 [b], tokens to look at.
-      stop_ids: int32 [b, m], padded with -1.
+      limit: tokens to look at.
+      stop_ids: padded with -1.
     """
     is_stop = (tokens[..., None] == stop_ids[:, None]).any(axis=-1)
     is_stop &= jnp.arange(tokens.shape[1]) < limit[:, None]

@@ -1,11 +1,10 @@
 """Stage compact: the accepted rows become the newest rows of both caches."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
 from k26jax.model.cache import DraftCache, LatentCache, write_rows
 from k26jax.model.target import Rows
@@ -46,9 +45,9 @@ def commit(
     state: SpecState,
     rows: Rows,
     *,
-    slots: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
+    slots: Int32[Array, "b"],
+    start: Int32[Array, "b"],
+    count: Int32[Array, "b"],
 ) -> tuple[LatentCache, DraftCache | None]:
     """Returns both caches with count[b] of the given rows at start[b] of slot slots[b]."""
     cache = LatentCache(

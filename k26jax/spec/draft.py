@@ -1,11 +1,10 @@
 """Stage draft: one pass of the block drafter gives a table of likely tokens for every depth."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32, Int32
 
 from k26jax.config import Algorithm
 from k26jax.spec.plan import Plan
@@ -16,12 +15,12 @@ from k26jax.spec.tree import draft_table
 class DraftLogProbs(NamedTuple):
     """The drafter's most likely tokens, depth by depth.
 
-    log_probs: float32 [b, depth, k], descending.
-    token_ids: int32 [b, depth, k].
+    log_probs: descending along k.
+    token_ids: of the same tokens.
     """
 
-    log_probs: jax.Array
-    token_ids: jax.Array
+    log_probs: Float32[Array, "b depth k"]
+    token_ids: Int32[Array, "b depth k"]
 
 
 def draft(models: Models, state: SpecState, plan: Plan) -> DraftLogProbs | None:
@@ -30,7 +29,7 @@ def draft(models: Models, state: SpecState, plan: Plan) -> DraftLogProbs | None:
     The block is the anchor and mask tokens; row j speaks of position length + j. Rows the tree
     cannot reach are not sent through the head.
     """
-    if models.drafter is None or not plan.drafts:
+    if models.drafter is None or state.draft_cache is None or not plan.drafts:
         return None
     config = models.drafter.config
     batch = state.anchor.shape[0]

@@ -1,13 +1,12 @@
 """Stage prefill: runs a chunk of a prompt and commits all of it; the last chunk chooses a token."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from k26jax.model.mla import Context
 from k26jax.spec.accept import cut_at_stop
@@ -21,32 +20,33 @@ from k26jax.spec.state import Models, Sampling, SpecState
 class Chunk:
     """A piece of one prompt for one slot.
 
-    token_ids: int32 [t], padded with 0.
-    count: int32, tokens that count.
-    start: int32, position of the first.
-    slot: int32.
-    is_last: bool, whether the prompt ends here and the first token is chosen.
-    max_tokens: int32, tokens the request may emit.
+    token_ids: padded with 0.
+    count: tokens that count.
+    start: position of the first.
+    slot: the slot they go to.
+    is_last: whether the prompt ends here and the first token is chosen.
+    max_tokens: tokens the request may emit.
     sampling: the request's settings, one row.
     """
 
-    token_ids: jax.Array
-    count: jax.Array
-    start: jax.Array
-    slot: jax.Array
-    is_last: jax.Array
-    max_tokens: jax.Array
+    token_ids: Int32[Array, "t"]
+    count: Int32[Array, ""]
+    start: Int32[Array, ""]
+    slot: Int32[Array, ""]
+    is_last: Bool[Array, ""]
+    max_tokens: Int32[Array, ""]
     sampling: Sampling
 
 
 class Prefilled(NamedTuple):
-    """first_token: int32, the chosen token (meaningful after the last chunk).
+    """What the target says after a chunk.
 
-    logits: float32 [t, w] if all rows were asked for, else [1, w], the last row's.
+    first_token: the chosen token (meaningful after the last chunk).
+    logits: of all rows if they were asked for, else of the last row alone.
     """
 
-    first_token: jax.Array
-    logits: jax.Array
+    first_token: Int32[Array, ""]
+    logits: Float32[Array, "rows w"]
 
 
 def prefill(
@@ -94,8 +94,8 @@ def prefill(
     return state, Prefilled(first_token, logits)
 
 
-def causal_words(width: int) -> np.ndarray:
-    """Returns the ancestor words of a chain, uint32 [width, ceil(width / 32)]."""
+def causal_words(width: int) -> UInt32[np.ndarray, "{width} words"]:
+    """Returns the ancestor words of a chain."""
     bits = np.tril(np.ones((width, width), bool))
     padded = np.pad(bits, ((0, 0), (0, -width % 32))).reshape(width, -1, 32)
     return (padded * (np.uint32(1) << np.arange(32, dtype=np.uint32))).sum(-1, dtype=np.uint32)

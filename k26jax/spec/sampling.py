@@ -4,27 +4,28 @@ Noise keyed by position makes speculative sampling emit exactly the tokens of pl
 position's draw is the same whichever tree node, slot or batch asks for it.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32, Int32, UInt32
 
 from k26jax.spec.state import Sampling
 
 
 def choose(
-    logits: jax.Array, base: jax.Array, offset: jax.Array, sampling: Sampling, most: int
-) -> jax.Array:
-    """Returns one token per row, int32 [b, t]; the row's token is for position base + offset + 1.
+    logits: Float32[Array, "b t w"],
+    base: Int32[Array, "b"],
+    offset: Int32[Array, "b t"],
+    sampling: Sampling,
+    most: int,
+) -> Int32[Array, "b t"]:
+    """Returns one token per row; the row's token is for position base + offset + 1.
 
     Temperature 0 takes the largest logit, ties to the lowest id. Otherwise the largest of
     logits / temperature + Gumbel noise, after top_k, then top_p, then min_p.
 
     Args:
-      logits: float32 [b, t, w].
-      base: int32 [b].
-      offset: int32 [b, t], from 0 to `most`.
+      offset: from 0 to `most`.
     """
 
     def greedy(_: None) -> jax.Array:
@@ -43,13 +44,10 @@ def choose(
     return lax.cond((sampling.temperature > 0).any(), sampled, greedy, None)
 
 
-def gumbel(seed: jax.Array, base: jax.Array, most: int, width: int) -> jax.Array:
-    """Returns Gumbel noise [b, most + 1, width] for positions base + 1 onward.
-
-    Args:
-      seed: uint32 [b, 2].
-      base: int32 [b].
-    """
+def gumbel(
+    seed: UInt32[Array, "b 2"], base: Int32[Array, "b"], most: int, width: int
+) -> Float32[Array, "b {most}+1 {width}"]:
+    """Returns Gumbel noise for positions base + 1 onward."""
 
     def one(words: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(words, impl="threefry2x32")

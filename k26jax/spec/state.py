@@ -1,12 +1,13 @@
 """The device state of all slots between two steps, and the two models that advance it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from k26jax.config import MAX_STOP_IDS, DraftConfig, ModelConfig
 from k26jax.model.cache import DraftCache, LatentCache
@@ -32,21 +33,21 @@ class Models:
 class Sampling:
     """How each slot chooses tokens.
 
-    temperature: float32 [b]; 0: greedy.
-    top_k: int32 [b]; 0: off.   top_p: float32 [b]; 1: off.   min_p: float32 [b]; 0: off.
-    seed: uint32 [b, 2], the key of the slot's noise.
-    stop_ids: int32 [b, MAX_STOP_IDS], padded with -1.
+    temperature: 0: greedy.
+    top_k: 0: off.   top_p: 1: off.   min_p: 0: off.
+    seed: the key of the slot's noise.
+    stop_ids: MAX_STOP_IDS of them, padded with -1.
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    seed: jax.Array
-    stop_ids: jax.Array
+    temperature: Float32[Array, "b"]
+    top_k: Int32[Array, "b"]
+    top_p: Float32[Array, "b"]
+    min_p: Float32[Array, "b"]
+    seed: UInt32[Array, "b 2"]
+    stop_ids: Int32[Array, "b stops"]
 
     @classmethod
-    def empty(cls, slots: int) -> Sampling:
+    def empty(cls, slots: int) -> Self:
         """Returns greedy settings without stop ids."""
         return cls(
             temperature=jnp.zeros(slots, jnp.float32),
@@ -61,21 +62,21 @@ class Sampling:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SpecState:
-    """Everything a decoding step reads and writes; b slots side by side.
+    """Everything a decoding step reads and writes; the slots stand side by side.
 
     cache: latents of the committed tokens.
     draft_cache: the drafter's keys and values of the same tokens; None without a drafter.
-    anchor: int32 [b], the newest token: emitted, not yet run through the target.
-    length: int32 [b], committed tokens before the anchor; the anchor's absolute position.
-    remaining: int32 [b], tokens the slot may still emit; 0: the slot is idle or done.
+    anchor: the newest token: emitted, not yet run through the target.
+    length: committed tokens before the anchor; the anchor's absolute position.
+    remaining: tokens the slot may still emit; 0: the slot is idle or done.
     sampling: how each slot chooses tokens.
     """
 
     cache: LatentCache
     draft_cache: DraftCache | None
-    anchor: jax.Array
-    length: jax.Array
-    remaining: jax.Array
+    anchor: Int32[Array, "slot"]
+    length: Int32[Array, "slot"]
+    remaining: Int32[Array, "slot"]
     sampling: Sampling
 
     @classmethod
@@ -86,8 +87,8 @@ class SpecState:
         *,
         slots: int,
         capacity: int,
-        dtype: jnp.dtype,
-    ) -> SpecState:
+        dtype: DTypeLike,
+    ) -> Self:
         """Returns idle slots; `capacity` is the tokens one slot can hold."""
         draft_cache = (
             DraftCache.empty(draft_config, slots, capacity, dtype) if draft_config else None
@@ -102,12 +103,12 @@ class SpecState:
         )
 
     @property
-    def is_active(self) -> jax.Array:
-        """bool [b], whether the slot still emits tokens."""
+    def is_active(self) -> Bool[Array, "slot"]:
+        """Whether each slot still emits tokens."""
         return self.remaining > 0
 
 
-def seed_words(seed: int) -> np.ndarray:
-    """Returns uint32 [2], the noise key of an integer seed (taken modulo 2**64)."""
+def seed_words(seed: int) -> UInt32[np.ndarray, "2"]:
+    """Returns the noise key of an integer seed (taken modulo 2**64)."""
     seed %= 1 << 64
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)

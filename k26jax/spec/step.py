@@ -1,12 +1,11 @@
 """The decoding step: draft, tree_build, verify, accept, compact; and many steps in one dispatch."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int32
 
 from k26jax.spec.accept import Accepted, accept
 from k26jax.spec.compact import compact
@@ -39,18 +38,17 @@ def step(models: Models, state: SpecState, plan: Plan) -> tuple[SpecState, Tree,
 class Steps(NamedTuple):
     """What several steps emitted; rows past n_run are zero.
 
-    n_run: int32, steps that were run.
-    tokens: int32 [n, b, depth + 1].
-    emitted_len, accepted_len: int32 [n, b].
-    trees, paths: the trees tried [n, b, width] and the accepted nodes, if recorded.
+    n_run: steps that were run.
+    tokens, emitted_len, accepted_len: as in `Accepted`.
+    trees, paths: the trees tried and the accepted nodes, if recorded.
     """
 
-    n_run: jax.Array
-    tokens: jax.Array
-    emitted_len: jax.Array
-    accepted_len: jax.Array
+    n_run: Int32[Array, ""]
+    tokens: Int32[Array, "step b path"]
+    emitted_len: Int32[Array, "step b"]
+    accepted_len: Int32[Array, "step b"]
     trees: Tree | None
-    paths: jax.Array | None
+    paths: Int32[Array, "step b path"] | None
 
 
 def run_steps(

@@ -1,11 +1,9 @@
 """Stage verify: one target pass over all tree nodes at once."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float32
 
 from k26jax.model.mla import Context
 from k26jax.model.target import Rows
@@ -17,11 +15,11 @@ from k26jax.spec.tree import Tree
 class TreeLogits(NamedTuple):
     """What the target says at every node.
 
-    logits: float32 [b, n, w].
+    logits: what the target says comes after each node.
     rows: cache rows and drafter features of the nodes, none of them committed yet.
     """
 
-    logits: jax.Array
+    logits: Float32[Array, "b t w"]
     rows: Rows
 
 
@@ -32,7 +30,7 @@ def verify(models: Models, tree: Tree, state: SpecState, plan: Plan) -> TreeLogi
     ancestors and itself. Nodes of idle slots use no expert.
 
     Args:
-      tree: batched, [b, n].
+      tree: one tree a slot.
     """
     context = Context(
         cache=state.cache,

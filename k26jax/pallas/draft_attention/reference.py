@@ -1,37 +1,36 @@
 """draft_attention in plain JAX: the meaning of the kernel."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
 
 from k26jax.pallas.streaming import KEY_BLOCK, Block, streaming_attention
 
 
 def draft_attention(
-    query: jax.Array,
-    cache_keys: jax.Array,
-    cache_values: jax.Array,
-    block_keys: jax.Array,
-    block_values: jax.Array,
+    query: Float[Array, "b t h width"],
+    cache_keys: Float[Array, "l b s kv_head width"],
+    cache_values: Float[Array, "l b s kv_head width"],
+    block_keys: Float[Array, "b t kv_head width"],
+    block_values: Float[Array, "b t kv_head width"],
     *,
     layer: int,
-    lengths: jax.Array,
+    lengths: Int32[Array, "b"],
     window: int | None,
     causal: bool,
     scale: float,
-) -> jax.Array:
-    """Returns float32 [b, t, h, e]: block row t at position lengths[b] + t attends to the first
-    lengths[b] cache rows of slot b and to the block.
+) -> Float32[Array, "b t h width"]:
+    """Returns the attended values of each head.
+
+    Block row t at position lengths[b] + t attends to the first lengths[b] cache rows of slot b and
+    to the block.
 
     A key is seen if (not causal, or it is not later) and (no window, or it is less than `window`
     positions away; forward distance counts only where the layer is not causal).
 
     Args:
-      query: [b, t, h, e].
-      cache_keys, cache_values: the whole stack, [l, b, s, n, e]; rows past the length may be NaN.
-      block_keys, block_values: [b, t, n, e].
+      cache_keys, cache_values: the whole stack; rows past the length may be NaN.
     """
     batch, rows, heads, width = query.shape
     kv_heads, capacity = block_keys.shape[2], cache_keys.shape[2]

@@ -11,7 +11,7 @@ from jax import lax
 GROUP_SIZE = 32
 BLOCK_ROWS = 64
 FEW_ROWS = 64
-EXPERTS_AT_ONCE = 4
+EXPERTS_AT_ONCE = 16
 
 
 class ExpertWeights(NamedTuple):
@@ -24,12 +24,26 @@ class ExpertWeights(NamedTuple):
     values: jax.Array
     scales: jax.Array | None = None
 
-    def decode(self, layer: int, ids: jax.Array, width: int, dtype: jnp.dtype) -> jax.Array:
-        """Returns the matrices [n, o, width] of experts ids [n], INT4 products rounded once."""
-        values = self.values[layer, ids]
+    def decode(self, layer: int, ids: jax.Array | None, width: int, dtype: jnp.dtype) -> jax.Array:
+        """Returns the matrices [n, o, width] of experts ids [n], INT4 products rounded once.
+
+        Args:
+          ids: None: all experts.
+        """
+        values = _pick(self.values, layer, ids)
         if self.scales is None:
             return values.astype(dtype)
-        return decode_int4(values, self.scales[layer, ids], width, dtype)
+        return decode_int4(values, _pick(self.scales, layer, ids), width, dtype)
+
+
+def _pick(stack: jax.Array, layer: int, ids: jax.Array | None) -> jax.Array:
+    if ids is None:
+        return stack[layer]
+    # Slices, since XLA's CPU gather goes element by element.
+    size = (1, 1, *stack.shape[2:])
+    rest = (0,) * (stack.ndim - 2)
+    picked = [lax.dynamic_slice(stack, (layer, e, *rest), size)[0] for e in ids]
+    return jnp.concatenate(picked)
 
 
 def decode_int4(packed: jax.Array, scales: jax.Array, width: int, dtype: jnp.dtype) -> jax.Array:
@@ -37,7 +51,10 @@ def decode_int4(packed: jax.Array, scales: jax.Array, width: int, dtype: jnp.dty
 
     Word w of a row holds columns 8w to 8w + 7, lowest nibble first, as offset binary.
     """
-    nibbles = (packed[..., None] >> (4 * jnp.arange(8, dtype=jnp.int32))) & 15
+    # A small table of shifts would be hoisted out of a loop and loaded for every weight.
+    shape = (*packed.shape, 8)
+    shifts = 4 * lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    nibbles = (packed[..., None] >> shifts) & 15
     values = nibbles.reshape(*packed.shape[:-1], -1)[..., :width] - 8
     grouped = values.reshape(*values.shape[:-1], -1, GROUP_SIZE).astype(jnp.float32)
     product = grouped * scales.astype(jnp.float32)[..., None]
@@ -79,9 +96,8 @@ def dense(
     layer: int,
 ) -> jax.Array:
     """Returns the same as `experts`, by running every expert on every row; differentiable."""
-    ids = jnp.arange(gate.values.shape[1])
-    share = _shares(topk_ids, topk_weights, ids.size)
-    return _run(x, ids, share, gate, up, down, layer)
+    share = _shares(topk_ids, topk_weights, gate.values.shape[1])
+    return _run(x, None, share, gate, up, down, layer)
 
 
 def by_expert(
@@ -99,20 +115,26 @@ def by_expert(
     For few rows: a product of eight rows takes as long as one of two.
     """
     n_experts = gate.values.shape[1]
+    if n_experts <= min(EXPERTS_AT_ONCE, topk_ids.size):
+        return dense(x, topk_ids, topk_weights, gate, up, down, layer=layer)
     share = _shares(topk_ids, topk_weights, n_experts)
     chosen = (topk_ids[..., None] == jnp.arange(n_experts)).any(axis=(0, 1))
-    at_once = min(EXPERTS_AT_ONCE, n_experts)
+    most = min(n_experts, topk_ids.size)
+    at_once = min(EXPERTS_AT_ONCE, most)
+    # Chosen experts first; the rest of the last turn has no share in any row.
     order = jnp.argsort(~chosen, stable=True)
     order = jnp.pad(order, (0, -n_experts % at_once), constant_values=n_experts)
 
-    def run_some(turn: jax.Array, out: jax.Array) -> jax.Array:
-        ids = lax.dynamic_slice_in_dim(order, turn * at_once, at_once)
+    def turn(number: jax.Array | int, out: jax.Array) -> jax.Array:
+        ids = lax.dynamic_slice_in_dim(order, number * at_once, at_once)
         known = jnp.minimum(ids, n_experts - 1)
         part = jnp.where(ids < n_experts, share[:, known], 0.0)
         return out + _run(x, known, part, gate, up, down, layer)
 
-    n_turns = -(-chosen.sum(dtype=jnp.int32) // at_once)
-    return lax.fori_loop(0, n_turns, run_some, jnp.zeros(x.shape, jnp.float32))
+    out = jnp.zeros(x.shape, jnp.float32)
+    if at_once == most:
+        return turn(0, out)
+    return lax.fori_loop(0, -(-chosen.sum(dtype=jnp.int32) // at_once), turn, out)
 
 
 def grouped(
@@ -149,7 +171,7 @@ def grouped(
 
 def _run(
     x: jax.Array,
-    ids: jax.Array,
+    ids: jax.Array | None,
     share: jax.Array,
     gate: ExpertWeights,
     up: ExpertWeights,
@@ -157,14 +179,19 @@ def _run(
     layer: int,
 ) -> jax.Array:
     """Returns sum over experts ids [n] of share [t, n] * expert(x [t, d]), float32 [t, d]."""
-    width, inner = x.shape[-1], gate.values.shape[2]
-    hidden = _activate(
-        _product("ti,eoi->eto", x, gate.decode(layer, ids, width, x.dtype)),
-        _product("ti,eoi->eto", x, up.decode(layer, ids, width, x.dtype)),
-        x.dtype,
-    )
-    out = _product("eto,eio->eti", hidden, down.decode(layer, ids, inner, x.dtype))
-    return (out * share.T[..., None]).sum(axis=0)
+    rows, width = x.shape
+    inner, n = gate.values.shape[2], share.shape[1]
+
+    def columns(weights: ExpertWeights) -> jax.Array:
+        return weights.decode(layer, ids, width, x.dtype).reshape(n * inner, width)
+
+    # One product over all experts' columns and one over all their rows, the shares folded in
+    # between: a few large products keep a CPU busier than many small ones.
+    hidden = jax.nn.silu(_product("ti,oi->to", x, columns(gate)))
+    hidden = hidden * _product("ti,oi->to", x, columns(up))
+    hidden = (hidden.reshape(rows, n, inner) * share[..., None]).astype(x.dtype)
+    back = down.decode(layer, ids, inner, x.dtype).transpose(0, 2, 1).reshape(n * inner, width)
+    return _product("to,oi->ti", hidden.reshape(rows, n * inner), back)
 
 
 def _shares(topk_ids: jax.Array, topk_weights: jax.Array, n_experts: int) -> jax.Array:
@@ -205,7 +232,3 @@ def _plan_blocks(expert_of_pair: jax.Array, n_experts: int, rows: int) -> _Block
 def _product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32, precision=precision)
-
-
-def _activate(gate: jax.Array, up: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return (jax.nn.silu(gate) * up).astype(dtype)

@@ -1,15 +1,14 @@
 """The router in plain JAX, float32 throughout (formulas 24a to 24f of the DeepSeek-V3 block)."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float32, Int32
 
 
 def route(
-    router_logits: jax.Array,
-    selection_bias: jax.Array | None,
+    router_logits: Float32[Array, "t e"],
+    selection_bias: Float32[Array, "e"] | None,
     *,
     num_experts_per_tok: int,
     scoring_func: str,
@@ -18,14 +17,10 @@ def route(
     topk_group: int,
     norm_topk_prob: bool,
     routed_scaling_factor: float,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns topk_ids int32 [t, k], best first, ties to the lowest id, and topk_weights float32.
+) -> tuple[Int32[Array, "t {num_experts_per_tok}"], Float32[Array, "t {num_experts_per_tok}"]]:
+    """Returns topk_ids, best first, ties to the lowest id, and topk_weights.
 
     The bias decides the choice only; the weights are the plain scores of the chosen experts.
-
-    Args:
-      router_logits: float32 [t, e].
-      selection_bias: float32 [e], or None.
     """
     scores = (
         jax.nn.sigmoid(router_logits)

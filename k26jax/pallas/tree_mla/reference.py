@@ -3,40 +3,38 @@
 Formulas 13 to 15 of absorbed MLA (DeepSeek-V2, section 2.1): all heads read one latent per token.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from k26jax.pallas.bits import unpack_bits
 from k26jax.pallas.streaming import KEY_BLOCK, Block, streaming_attention
 
 
 def tree_mla(
-    q_latent: jax.Array,
-    q_pe: jax.Array,
-    cache_c_kv: jax.Array,
-    cache_k_pe: jax.Array,
-    tree_c_kv: jax.Array,
-    tree_k_pe: jax.Array,
+    q_latent: Float[Array, "b t h c"],
+    q_pe: Float[Array, "b t h r"],
+    cache_c_kv: Float[Array, "l slot s c"],
+    cache_k_pe: Float[Array, "l slot s r"],
+    tree_c_kv: Float[Array, "b t c"],
+    tree_k_pe: Float[Array, "b t r"],
     *,
     layer: int,
-    slots: jax.Array,
-    lengths: jax.Array,
-    ancestors: jax.Array,
+    slots: Int32[Array, "b"],
+    lengths: Int32[Array, "b"],
+    ancestors: UInt32[Array, "b t words"],
     scale: float,
-) -> jax.Array:
-    """Returns each row's attended latent, float32 [b, t, h, c].
+) -> Float32[Array, "b t h c"]:
+    """Returns each row's attended latent.
 
     Row t of sequence b sees the first lengths[b] cache rows of slot slots[b], and the tree rows
     whose bit is set in ancestors[b, t]; every row sees itself. Other cache rows may hold NaN.
 
     Args:
-      q_latent, q_pe: [b, t, h, c] and [b, t, h, r].
-      cache_c_kv, cache_k_pe: the whole stack, [l, slot, s, c] and [l, slot, s, r].
-      tree_c_kv, tree_k_pe: this layer's new rows, [b, t, c] and [b, t, r].
-      ancestors: uint32 [b, t, words], bit j of row t: row t sees tree row j.
+      cache_c_kv, cache_k_pe: the whole stack.
+      tree_c_kv, tree_k_pe: this layer's new rows.
+      ancestors: bit j of row t: row t sees tree row j.
     """
     latent = q_latent.shape[-1]
     query = jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]
