@@ -114,6 +114,8 @@ class LLM:
         if len(requests) != 1:
             raise RequestError("stream gives one sequence; set n = 1")
         engine = self.engine
+        if trace:
+            engine.runner.warm_up_traces()
         return (chunk for _, chunk in engine.run(requests, steps_per_dispatch=1, trace=trace))
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:

@@ -217,12 +217,14 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=Path("checkpoints/k26-tiny"))
     parser.add_argument("--out", type=Path, default=Path("checkpoints/k26-tiny-dflash"))
     parser.add_argument("--prompts", type=Path, default=Path("checkpoints/heldout_prompts.jsonl"))
-    parser.add_argument("--tokens", type=int, default=25_000_000, help="of train.npy, for prompts")
-    parser.add_argument("--sequences", type=int, default=32_768)
+    parser.add_argument(
+        "--tokens", type=int, default=25_000_000, help="of train.npy, that prompts come from"
+    )
+    parser.add_argument("--sequences", type=int, default=49_152)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--generate-batch", type=int, default=4096)
     parser.add_argument("--generate-minutes", type=float, default=60.0)
-    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--steps", type=int, default=7800)
     parser.add_argument("--minutes", type=float, default=120.0, help="all from the program's start")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--anchors", type=int, default=64)

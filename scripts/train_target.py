@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(".train"))
     parser.add_argument("--out", type=Path, default=Path("checkpoints/k26-tiny"))
     parser.add_argument("--tokenizer", type=Path, default=Path("checkpoints/k26-tiny"))
-    parser.add_argument("--steps", type=int, default=30_000)
+    parser.add_argument("--steps", type=int, default=5600)
     parser.add_argument("--minutes", type=float, default=60.0, help="all but the report")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)

@@ -69,14 +69,20 @@ class EngineConfig:
         if not self.model_path:
             raise RequestError("model_path is empty; give a model folder")
         self.algorithm  # noqa: B018 - refuses an unknown name
+        optional = {item.name for item in fields(self) if item.default is None}
         for name, low, high in (
             ("speculative_ddtree_budget", 0, MAX_BUDGET),
+            ("speculative_dflash_block_size", 2, 1 << 10),
+            ("context_length", 2, 1 << 30),
             ("max_running_requests", 1, 4096),
             ("chunked_prefill_size", 1, 1 << 20),
             ("steps_per_dispatch", 1, 1024),
+            ("seed", -(1 << 63), (1 << 64) - 1),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or not low <= value <= high:
+            if value is None and name in optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise RequestError(f"{name} = {value!r}, expected an integer from {low} to {high}")
         for item in fields(self):
             choices = item.metadata.get("choices")
@@ -84,11 +90,6 @@ class EngineConfig:
                 raise RequestError(
                     f"{item.name} = {getattr(self, item.name)!r}, expected one of {choices}"
                 )
-        if self.context_length is not None and self.context_length < 2:
-            raise RequestError(f"context_length = {self.context_length}, expected at least 2")
-        block = self.speculative_dflash_block_size
-        if block is not None and block < 2:
-            raise RequestError(f"speculative_dflash_block_size = {block}, expected at least 2")
 
     @property
     def algorithm(self) -> Algorithm:

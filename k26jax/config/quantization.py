@@ -65,8 +65,9 @@ def _check_int4(fields: Fields) -> None:
     groups = fields.get("config_groups", dict)
     if len(groups) != 1:
         raise ConfigError(f"{fields.origin}: {len(groups)} config_groups, expected exactly one")
-    (name, group), *_ = groups.items()
-    weights = Fields(Fields(group, fields.origin).get("weights", dict), f"{fields.origin} {name}")
+    (name,) = groups
+    group = Fields(Fields(groups, f"{fields.origin} config_groups").get(name, dict), fields.origin)
+    weights = Fields(group.get("weights", dict), f"{fields.origin} {name}")
     for field, value in (
         ("num_bits", 4),
         ("type", "int"),
@@ -80,15 +81,19 @@ def _check_int4(fields: Fields) -> None:
                 f"expected {value!r}"
             )
     weights.refuse("actorder", (False,), "activation order is not decoded")
+    ignored = fields.get("ignore", list, [])
     for kind, module in _UNQUANTIZED.items():
-        if not any(_ignores(pattern, module) for pattern in fields.get("ignore", list, [])):
+        if not any(_ignores(pattern, module, fields.origin) for pattern in ignored):
             raise ConfigError(
                 f"{fields.origin}: 'ignore' does not name the {kind} ({module}), so they would be "
                 "INT4; only the routed experts may be"
             )
 
 
-def _ignores(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
+def _ignores(pattern: Any, module: str, origin: str) -> bool:
+    if not isinstance(pattern, str) or not pattern.startswith("re:"):
+        return pattern == module
+    try:
         return re.match(pattern[3:], module) is not None
-    return pattern == module
+    except re.error as error:
+        raise ConfigError(f"{origin}: ignore pattern {pattern!r} is invalid: {error}") from error

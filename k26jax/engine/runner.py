@@ -51,6 +51,10 @@ class Runner:
                 progress(name)
             self._program(name)
 
+    def warm_up_traces(self) -> None:
+        """Compiles the program that also records trees."""
+        self._program("traced_steps")
+
     def prefill(self, slot: int, request: Request) -> int:
         """Returns the first token of a request, whose prompt is now in `slot`."""
         first_token = None

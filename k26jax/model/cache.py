@@ -42,8 +42,8 @@ class DraftCache:
     values: as projected.
     """
 
-    keys: Float[Array, "l slot s kv_head width"]
-    values: Float[Array, "l slot s kv_head width"]
+    keys: Float[Array, "draft_l slot s kv_head width"]
+    values: Float[Array, "draft_l slot s kv_head width"]
 
     @classmethod
     def empty(cls, config: DraftConfig, slots: int, capacity: int, dtype: DTypeLike) -> Self:

@@ -5,13 +5,12 @@ come straight from target features and are cached; the block's own are never kep
 Source: DFlash (arXiv 2602.06036) and its published drafter folders.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int32
 
 from k26jax.config import DraftConfig
 from k26jax.model.cache import DraftCache
@@ -65,18 +64,15 @@ class Drafter(nnx.Module):
             rngs, (hidden,), ("hidden",), Source("norm.weight"), dtype=dtype, init=ones
         )
 
-    def context(self, features: jax.Array) -> jax.Array:
-        """Returns the context states [..., d] of target features [..., n * d]."""
+    def context(self, features: Float[Array, "*rows features"]) -> Float[Array, "*rows d"]:
+        """Returns the context states of target features."""
         projected = linear(features.astype(self.dtype), self.fc[...])
         return rms_norm(projected, self.hidden_norm[...], self.config.rms_norm_eps)
 
-    def context_rows(self, features: jax.Array, positions: jax.Array) -> DraftCache:
-        """Returns the cache rows [l, b, t, n, e] of committed tokens, from target features alone.
-
-        Args:
-          features: [b, t, n * d].
-          positions: int32 [b, t].
-        """
+    def context_rows(
+        self, features: Float[Array, "slot s features"], positions: Int32[Array, "slot s"]
+    ) -> DraftCache:
+        """Returns the cache rows of committed tokens, from target features alone."""
         context = self.context(features)
         rows = [
             self._keys_values(layer, context, positions)
@@ -88,16 +84,16 @@ class Drafter(nnx.Module):
 
     def block(
         self,
-        embeddings: jax.Array,
+        embeddings: Float[Array, "slot t d"],
         cache: DraftCache,
-        lengths: jax.Array,
+        lengths: Int32[Array, "slot"],
         kernels: str = "auto",
-    ) -> jax.Array:
-        """Returns the final-normed states [b, t, d] of a block that starts at `lengths`.
+    ) -> Float[Array, "slot t d"]:
+        """Returns the final-normed states of a block that starts at `lengths`.
 
         Args:
-          embeddings: target embeddings of the anchor and the mask tokens, [b, t, d].
-          lengths: int32 [b], context rows in use; the anchor's position.
+          embeddings: target embeddings of the anchor and the mask tokens.
+          lengths: context rows in use; the anchor's position.
         """
         config = self.config
         positions = lengths[:, None] + jnp.arange(embeddings.shape[1])

@@ -3,14 +3,13 @@
 Source: DeepSeek-V2 (section 2.1), DeepSeek-V3; formulas 5 to 18 of the K2.6 block.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from k26jax.config import ModelConfig
 from k26jax.model.cache import LatentCache
@@ -25,15 +24,15 @@ class Context:
     """What new rows may look at: the cache, and each other.
 
     cache: the whole latent cache.
-    slots: int32 [b], the cache slot of each sequence.
-    lengths: int32 [b], cache rows in use; all are visible to every row.
-    ancestors: uint32 [b, t, words], bit j of row t: row t sees new row j.
+    slots: the cache slot of each sequence.
+    lengths: cache rows in use; all are visible to every row.
+    ancestors: bit j of row t: row t sees new row j.
     """
 
     cache: LatentCache
-    slots: jax.Array
-    lengths: jax.Array
-    ancestors: jax.Array
+    slots: Int32[Array, "b"]
+    lengths: Int32[Array, "b"]
+    ancestors: UInt32[Array, "b t words"]
 
 
 class MLA(nnx.Module):
@@ -78,13 +77,18 @@ class MLA(nnx.Module):
         self.o_proj = weight("o_proj", (hidden, heads * value), ("hidden", "head"))
 
     def project(
-        self, layer: int, x: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Returns q_nope [b t h n], q_pe [b t h r], c_kv [b t c] and k_pe [b t r].
+        self, layer: int, x: Float[Array, "b t d"], positions: Int32[Array, "#b t"]
+    ) -> tuple[
+        Float[Array, "b t h n"],
+        Float[Array, "b t h r"],
+        Float[Array, "b t c"],
+        Float[Array, "b t r"],
+    ]:
+        """Returns q_nope, q_pe, c_kv and k_pe.
 
         Args:
-          x: normed hidden states, [b, t, d].
-          positions: absolute positions, int32 [b, t].
+          x: normed hidden states.
+          positions: absolute positions.
         """
         config = self.config
         if config.q_lora_rank is None:
@@ -104,9 +108,14 @@ class MLA(nnx.Module):
         return q_nope, q_pe, c_kv, rotate(k_pe, cos, sin, interleaved=pairs)
 
     def absorbed(
-        self, layer: int, x: jax.Array, positions: jax.Array, context: Context, kernels: str
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the block's output [b, t, d] and the new cache rows c_kv and k_pe.
+        self,
+        layer: int,
+        x: Float[Array, "b t d"],
+        positions: Int32[Array, "b t"],
+        context: Context,
+        kernels: str,
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "b t c"], Float[Array, "b t r"]]:
+        """Returns the block's output and the new cache rows c_kv and k_pe.
 
         Keys and values are never expanded: w_uk moves to the query, w_uv behind the sum.
         """
@@ -134,12 +143,16 @@ class MLA(nnx.Module):
         return out, c_kv, k_pe
 
     def expanded(
-        self, layer: int, x: jax.Array, positions: jax.Array, visible: jax.Array
-    ) -> jax.Array:
-        """Returns the block's output [b, t, d] with keys and values written out per head.
+        self,
+        layer: int,
+        x: Float[Array, "b t d"],
+        positions: Int32[Array, "#b t"],
+        visible: Bool[Array, "#b t t"],
+    ) -> Float[Array, "b t d"]:
+        """Returns the block's output with keys and values written out per head.
 
         Args:
-          visible: bool [b, t, t], row t sees row s.
+          visible: which rows (last axis) each row sees.
         """
         q_nope, q_pe, c_kv, k_pe = self.project(layer, x, positions)
         w_uk, w_uv = jnp.split(

@@ -1,7 +1,5 @@
 """The target model: embedding, decoder layers, head; over a latent cache or without one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from k26jax.config import ModelConfig
 from k26jax.model.layers import contract, rms_norm
@@ -25,15 +24,15 @@ Attend = Callable[[int, jax.Array], jax.Array]
 class Rows:
     """What a forward pass leaves of its rows, before any of them is committed.
 
-    hidden: [b, t, d], after the final norm; the head's input.
-    c_kv, k_pe: [l, b, t, c] and [l, b, t, r], the cache rows of these tokens.
-    features: [b, t, n * d], outputs of the tapped layers in the order asked for.
+    hidden: after the final norm; the head's input.
+    c_kv, k_pe: the cache rows of these tokens.
+    features: outputs of the tapped layers side by side, in the order asked for.
     """
 
-    hidden: jax.Array
-    c_kv: jax.Array
-    k_pe: jax.Array
-    features: jax.Array
+    hidden: Float[Array, "b t d"]
+    c_kv: Float[Array, "l b t c"]
+    k_pe: Float[Array, "l b t r"]
+    features: Float[Array, "b t features"]
 
 
 class Target(nnx.Module):
@@ -75,30 +74,29 @@ class Target(nnx.Module):
                 rngs, table, ("vocab", "hidden"), Source("lm_head.weight"), dtype=dtype
             )
 
-    def embed(self, token_ids: jax.Array) -> jax.Array:
-        """Returns the embeddings [..., d] of token ids [...]."""
+    def embed(self, token_ids: Int[Array, "*rows"]) -> Float[Array, "*rows d"]:
+        """Returns the embeddings of token ids."""
         return self.embed_tokens[...][token_ids].astype(self.dtype)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Returns float32 logits [..., w] of final-normed hidden states [..., d]."""
+    def logits(self, hidden: Float[Array, "*rows d"]) -> Float32[Array, "*rows w"]:
+        """Returns the logits of final-normed hidden states."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         return contract("...d,wd->...w", hidden, head[...].astype(hidden.dtype))
 
     def forward(
         self,
-        token_ids: jax.Array,
-        positions: jax.Array,
+        token_ids: Int32[Array, "b t"],
+        positions: Int32[Array, "b t"],
         context: Context,
         *,
-        valid: jax.Array,
+        valid: Bool[Array, "b t"],
         taps: tuple[int, ...] = (),
         kernels: str = "auto",
     ) -> Rows:
         """Returns the new rows of tokens that attend to the cache and to each other.
 
         Args:
-          token_ids, positions: int32 [b, t].
-          valid: bool [b, t]; other rows use no expert and their results mean nothing.
+          valid: other rows use no expert and their results mean nothing.
           taps: layers whose output goes to `features`.
         """
         latents: list[tuple[jax.Array, jax.Array]] = []
@@ -119,15 +117,18 @@ class Target(nnx.Module):
         )
 
     def forward_expanded(
-        self, token_ids: jax.Array, positions: jax.Array, visible: jax.Array
-    ) -> tuple[jax.Array, list[jax.Array]]:
+        self,
+        token_ids: Int32[Array, "b t"],
+        positions: Int32[Array, "#b t"],
+        visible: Bool[Array, "#b t t"],
+    ) -> tuple[Float[Array, "b t d"], list[Float[Array, "b t d"]]]:
         """Returns the final-normed hidden states and every layer's output, without a cache.
 
         The reference form, and the differentiable one: keys and values written out per head, every
         expert run on every row.
 
         Args:
-          visible: bool [b, t, t], row t sees row s.
+          visible: which rows (last axis) each row sees.
         """
 
         def attend(layer: int, x: jax.Array) -> jax.Array:

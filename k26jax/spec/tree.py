@@ -6,15 +6,14 @@ search of the DDTree paper pops from its heap. The builder knows neither target,
 acceptance.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from k26jax.errors import ConfigError
 
@@ -34,19 +33,19 @@ class Tree:
     (from `jax.vmap`) it is a batch of trees.
     """
 
-    token_ids: jax.Array
-    """[n] int32; row 0 is the root token (0 until `with_root`), 0 in padding rows."""
-    parent: jax.Array
-    """[n] int32, row of the parent; -1 for the root and for padding."""
-    depth: jax.Array
-    """[n] int32, tokens below the root: 1..L, and 0 for the root and for padding."""
-    valid: jax.Array
-    """[n] bool, true for the root and the nodes; padding is a suffix."""
-    ancestors: jax.Array
-    """[n, ceil(n / 32)] uint32; bit j % 32 of word j // 32 of row i: row i sees row j, that is
+    token_ids: Int32[Array, "... t"]
+    """Row 0 is the root token (0 until `with_root`), 0 in padding rows."""
+    parent: Int32[Array, "... t"]
+    """Row of the parent; -1 for the root and for padding."""
+    depth: Int32[Array, "... t"]
+    """Tokens below the root: 1..L, and 0 for the root and for padding."""
+    valid: Bool[Array, "... t"]
+    """True for the root and the nodes; padding is a suffix."""
+    ancestors: UInt32[Array, "... t words"]
+    """ceil(t / 32) words a row; bit j % 32 of word j // 32 of row i: row i sees row j, that is
     its ancestors and itself. A padding row sees only itself."""
 
-    def with_root(self, token: jax.Array | int) -> Tree:
+    def with_root(self, token: jax.Array | int) -> Self:
         """Returns the tree with `token` (one a tree, if batched) in row 0."""
         token_ids = jnp.asarray(self.token_ids).at[..., 0].set(jnp.asarray(token, jnp.int32))
         return dataclasses.replace(self, token_ids=token_ids)
@@ -119,8 +118,8 @@ def build_tree(log_probs: jax.Array, token_ids: jax.Array, budget: int) -> Tree:
     return _as_tree(ranked, token_ids)
 
 
-def chain_tree(token_ids: jax.Array) -> Tree:
-    """Returns the tree of `len(token_ids) + 1` rows whose only path is `token_ids` ([L] int32)."""
+def chain_tree(token_ids: Int[Array, "depth"]) -> Tree:
+    """Returns the tree of `len(token_ids) + 1` rows whose only path is `token_ids`."""
     length = token_ids.shape[0]
     if length > MAX_DEPTH:
         raise ConfigError(
@@ -137,22 +136,24 @@ def root_tree() -> Tree:
     return _root_only(1)
 
 
-def ancestor_mask(tree: Tree) -> jax.Array:
-    """Returns [n, n] bool, row i sees row j: the unpacked bits of `tree.ancestors`."""
+def ancestor_mask(tree: Tree) -> Bool[Array, "... t t"]:
+    """Returns whether row i sees row j: the unpacked bits of `tree.ancestors`."""
     rows = tree.token_ids.shape[-1]
     place = jnp.expand_dims(jnp.arange(32, dtype=jnp.uint32), range(tree.ancestors.ndim))
     bits = tree.ancestors[..., None] >> place & 1
     return bits.reshape(*bits.shape[:-2], -1)[..., :rows] != 0
 
 
-def draft_table(logits: jax.Array, budget: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-probs (float32) and ids (int32) of the best min(budget, V) tokens a row.
+def draft_table(
+    logits: Float[Array, "depth w"], budget: int
+) -> tuple[Float32[Array, "depth k"], Int32[Array, "depth k"]]:
+    """Returns the log-probs and ids of the best min(budget, w) tokens a row.
 
     Args:
-      logits: [L, V], any float type; all arithmetic is float32.
+      logits: any float type; all arithmetic is float32.
       budget: nodes without the root; a tree of that size looks at no further token.
 
-    Returns: two arrays [L, K], descending, equal logits by lowest id. Logits of -inf give -inf
+    Returns: descending along k, equal logits by lowest id. Logits of -inf give -inf
       or NaN, which `build_tree` leaves out.
     """
     logits = logits.astype(jnp.float32)

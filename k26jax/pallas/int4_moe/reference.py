@@ -1,12 +1,12 @@
 """Routed experts in plain JAX: the meaning (`dense`), and forms that read chosen experts only."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int32
 
 GROUP_SIZE = 32
 BLOCK_ROWS = 64
@@ -24,8 +24,10 @@ class ExpertWeights(NamedTuple):
     values: jax.Array
     scales: jax.Array | None = None
 
-    def decode(self, layer: int, ids: jax.Array | None, width: int, dtype: jnp.dtype) -> jax.Array:
-        """Returns the matrices [n, o, width] of experts ids [n], INT4 products rounded once.
+    def decode(
+        self, layer: int, ids: Int32[Array, "n"] | None, width: int, dtype: DTypeLike
+    ) -> Float[Array, "n o {width}"]:
+        """Returns the matrices of the given experts, INT4 products rounded once.
 
         Args:
           ids: None: all experts.
@@ -46,8 +48,13 @@ def _pick(stack: jax.Array, layer: int, ids: jax.Array | None) -> jax.Array:
     return jnp.concatenate(picked)
 
 
-def decode_int4(packed: jax.Array, scales: jax.Array, width: int, dtype: jnp.dtype) -> jax.Array:
-    """Returns (nibble - 8) * scale, [..., width] in `dtype`, rounded once.
+def decode_int4(
+    packed: Int32[Array, "*rows words"],
+    scales: Float[Array, "*rows groups"],
+    width: int,
+    dtype: DTypeLike,
+) -> Float[Array, "*rows {width}"]:
+    """Returns (nibble - 8) * scale in `dtype`, rounded once.
 
     Word w of a row holds columns 8w to 8w + 7, lowest nibble first, as offset binary.
     """
@@ -62,54 +69,52 @@ def decode_int4(packed: jax.Array, scales: jax.Array, width: int, dtype: jnp.dty
 
 
 def experts(
-    x: jax.Array,
-    topk_ids: jax.Array,
-    topk_weights: jax.Array,
+    x: Float[Array, "t d"],
+    topk_ids: Int32[Array, "t k"],
+    topk_weights: Float32[Array, "t k"],
     gate: ExpertWeights,
     up: ExpertWeights,
     down: ExpertWeights,
     *,
     layer: int,
-) -> jax.Array:
-    """Returns sum over k of topk_weights * expert(x), float32 [t, d].
+) -> Float32[Array, "t d"]:
+    """Returns sum over k of topk_weights * expert(x).
 
     An expert's matrices are decoded once for all rows that share it, and experts that nobody chose
     are not read.
 
     Args:
-      x: [t, d].
-      topk_ids: int32 [t, k]; an id outside the experts takes no part.
-      topk_weights: float32 [t, k].
+      topk_ids: an id outside the experts takes no part.
     """
     form = by_expert if x.shape[0] <= FEW_ROWS else grouped
     return form(x, topk_ids, topk_weights, gate, up, down, layer=layer)
 
 
 def dense(
-    x: jax.Array,
-    topk_ids: jax.Array,
-    topk_weights: jax.Array,
+    x: Float[Array, "t d"],
+    topk_ids: Int32[Array, "t k"],
+    topk_weights: Float32[Array, "t k"],
     gate: ExpertWeights,
     up: ExpertWeights,
     down: ExpertWeights,
     *,
     layer: int,
-) -> jax.Array:
+) -> Float32[Array, "t d"]:
     """Returns the same as `experts`, by running every expert on every row; differentiable."""
     share = _shares(topk_ids, topk_weights, gate.values.shape[1])
     return _run(x, None, share, gate, up, down, layer)
 
 
 def by_expert(
-    x: jax.Array,
-    topk_ids: jax.Array,
-    topk_weights: jax.Array,
+    x: Float[Array, "t d"],
+    topk_ids: Int32[Array, "t k"],
+    topk_weights: Float32[Array, "t k"],
     gate: ExpertWeights,
     up: ExpertWeights,
     down: ExpertWeights,
     *,
     layer: int,
-) -> jax.Array:
+) -> Float32[Array, "t d"]:
     """Returns the same as `experts`, by running every chosen expert, a few at once, on every row.
 
     For few rows: a product of eight rows takes as long as one of two.
@@ -138,15 +143,15 @@ def by_expert(
 
 
 def grouped(
-    x: jax.Array,
-    topk_ids: jax.Array,
-    topk_weights: jax.Array,
+    x: Float[Array, "t d"],
+    topk_ids: Int32[Array, "t k"],
+    topk_weights: Float32[Array, "t k"],
     gate: ExpertWeights,
     up: ExpertWeights,
     down: ExpertWeights,
     *,
     layer: int,
-) -> jax.Array:
+) -> Float32[Array, "t d"]:
     """Returns the same as `experts`, by sorting (token, expert) pairs into blocks of one expert.
 
     For many rows: each expert runs on the rows that chose it and no others.

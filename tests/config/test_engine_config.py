@@ -1,0 +1,84 @@
+"""EngineConfig: ranges, choices and the algorithm in force."""
+
+import pytest
+
+from k26jax.config import Algorithm, EngineConfig
+from k26jax.errors import RequestError
+
+LIMITS = {
+    "speculative_ddtree_budget": (0, 254),
+    "speculative_dflash_block_size": (2, 1024),
+    "context_length": (2, 1 << 30),
+    "max_running_requests": (1, 4096),
+    "chunked_prefill_size": (1, 1 << 20),
+    "steps_per_dispatch": (1, 1024),
+    "seed": (-(1 << 63), (1 << 64) - 1),
+}
+
+
+def refused(*mentions, **options) -> None:
+    with pytest.raises(RequestError) as caught:
+        EngineConfig(**{"model_path": "model", **options})
+    for mention in mentions:
+        assert mention in str(caught.value)
+
+
+def test_needs_a_model():
+    refused("model_path", model_path="")
+    with pytest.raises(RequestError, match="model_path"):
+        EngineConfig()
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_integers_at_and_beyond_their_limits(name):
+    for value in LIMITS[name]:
+        assert getattr(EngineConfig("model", **{name: value}), name) == value
+    low, high = LIMITS[name]
+    for value in (low - 1, high + 1, "3", 3.0, True):
+        refused(name, repr(value), str(low), str(high), **{name: value})
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_none_only_where_it_is_the_default(name):
+    if getattr(EngineConfig("model"), name) is None:
+        assert getattr(EngineConfig("model", **{name: None}), name) is None
+    else:
+        refused(name, "None", **{name: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("dtype", ["auto", "float32", "bfloat16"]),
+        ("kernels", ["auto", "reference", "pallas"]),
+    ],
+)
+def test_choices(name, known):
+    for value in known:
+        assert getattr(EngineConfig("model", **{name: value}), name) == value
+    for value in ("float16", "AUTO", None, 1):
+        refused(name, repr(value), *known, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "draft", "expected"),
+    [
+        (None, None, Algorithm.NONE),
+        (None, "drafter", Algorithm.DDTREE),
+        ("NONE", "drafter", Algorithm.NONE),
+        ("none", None, Algorithm.NONE),
+        ("DFLASH", "drafter", Algorithm.DFLASH),
+        ("dflash", "drafter", Algorithm.DFLASH),
+        ("ddtree", "drafter", Algorithm.DDTREE),
+    ],
+)
+def test_algorithm(name, draft, expected):
+    options = {"speculative_algorithm": name, "speculative_draft_model_path": draft}
+    assert EngineConfig("model", **options).algorithm is expected
+
+
+def test_algorithm_that_cannot_run():
+    for name in ("DFLASH", "ddtree"):
+        refused(name.upper(), "speculative_draft_model_path", speculative_algorithm=name)
+    refused("'DDTRE'", "did you mean 'DDTREE'", speculative_algorithm="DDTRE")
+    refused("'EAGLE'", "NONE", "DFLASH", "DDTREE", speculative_algorithm="EAGLE")
