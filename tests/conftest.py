@@ -10,6 +10,7 @@ os.environ["XLA_FLAGS"] = (
 
 import hypothesis
 import pytest
+
 hypothesis.settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=20, print_blob=True
 )
