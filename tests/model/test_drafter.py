@@ -23,6 +23,9 @@ from k26jax.spec.draft import draft
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
 
+# Not timed on a quiet machine yet.
+pytestmark = pytest.mark.slow
+
 # The sequence under test has an idle neighbour in front of it.
 BATCH, PLACE = 2, 1
 
