@@ -1,28 +1,41 @@
-"""Many prompts from a JSONL file through one engine, one line out as each finishes; resumable."""
+"""Many prompts from JSONL lines through one engine, one line out as soon as each has ended."""
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from k26jax.engine.output import RequestOutput
-from k26jax.engine.request import SamplingParams
-from k26jax.errors import RequestError, nearest
-from k26jax.llm import LLM
+from k26jax.engine.request import Request, SamplingParams
+from k26jax.errors import K26Error, RequestError, nearest
 
-WINDOW = 8
-_SAMPLING = [item.name for item in fields(SamplingParams)]
-_KNOWN = ["custom_id", "prompt", "prompt_token_ids", *_SAMPLING]
+if TYPE_CHECKING:
+    from k26jax.llm import LLM
+
+PROMPTS = ("prompt", "prompt_token_ids")
+NOTES = ("metadata", "source")
+_SAMPLING = tuple(item.name for item in fields(SamplingParams))
+_KNOWN = ("custom_id", *PROMPTS, *_SAMPLING, *NOTES)
+_LINE_BEGIN = b'{"custom_id": '
+_MAX_MESSAGE = 500
+Write = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Job:
-    """One good line of the input."""
+class Row:
+    """A line to run.
+
+    line: its number in the input, from 1.
+    """
 
     line: int
     custom_id: str
@@ -32,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that cannot be run, and why."""
+    """A line that cannot be run, and why; custom_id is None where it has none."""
 
     line: int
     custom_id: str | None
@@ -40,154 +53,252 @@ class BadLine:
 
 
 @dataclass
-class Counts:
-    """How a batch ended."""
+class Summary:
+    """How a batch went so far.
 
-    done: int = 0
+    succeeded, failed, skipped: lines; skipped ones were answered by an earlier run.
+    tokens, forwards: generated tokens, and decoding passes through the target (prefills aside).
+    following_tokens: tokens of finished lines that those passes gave.
+    """
+
+    succeeded: int = 0
     failed: int = 0
     skipped: int = 0
+    tokens: int = 0
+    forwards: int = 0
+    following_tokens: int = 0
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def lines(self) -> int:
+        """Lines dealt with."""
+        return self.succeeded + self.failed + self.skipped
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all lines together over the time since the start."""
+        return self.tokens / max(time.perf_counter() - self.begun, 1e-9)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per target forward of the finished lines; 0 without any."""
+        return self.following_tokens / self.forwards if self.forwards else 0.0
 
 
-def run_batch(llm: LLM, source: Path, target: Path, defaults: dict[str, Any]) -> Counts:
-    """Returns the counts after running every line of `source` whose custom_id `target` lacks.
+def run_batch(
+    llm: LLM,
+    lines: Iterable[bytes],
+    write: Write,
+    *,
+    done: Collection[str] = (),
+    defaults: dict[str, Any] | None = None,
+    on_progress: Callable[[Summary], None] | None = None,
+) -> Summary:
+    """Returns how it went, after one record was written for every line that `done` lacks.
 
-    Results are appended and flushed one by one, so a run that was cut goes on where it was. Lines
-    are read a few slots ahead: memory does not grow with the file.
+    Records come in the order in which sequences end. A line is read when a slot is free for it,
+    so of the file's lines only their custom_ids are kept. A line without a seed gets the engine's
+    plus its number, and so the same tokens in one run and in several.
 
     Args:
+      write: called with each record; what it raises ends the batch.
       defaults: sampling parameters of lines that bring none.
-
-    Raises: RequestError if the source cannot be read.
+      on_progress: called after every step.
     """
-    finished = drop_partial_line(target)
-    counts = Counts()
-    window: list[Job] = []
-    size = WINDOW * llm.config.max_running_requests
-    with target.open("a", encoding="utf-8") as out, tqdm(unit="row") as bar:
-        for job in read_jobs(source, defaults):
-            if isinstance(job, BadLine):
-                counts.failed += 1
-                if (job.line, job.custom_id) not in finished:
-                    _write(out, _failure(job.line, job.custom_id, job.error))
-                tqdm.write(f"line {job.line}: {job.error}")
-            elif job.custom_id in finished:
-                counts.skipped += 1
+    summary = Summary()
+    running: dict[int, tuple[Row, Request]] = {}
+    numbers = itertools.count()  # as the engine numbers its requests
+
+    def fail(line: int, custom_id: str | None, message: str) -> None:
+        summary.failed += 1
+        error = {"line": line, "message": message[:_MAX_MESSAGE]}
+        write({"custom_id": custom_id, "error": error})
+
+    def requests() -> Iterator[Request]:
+        for row in read_rows(lines, defaults or {}):
+            if isinstance(row, BadLine):
+                fail(row.line, row.custom_id, row.error)
+            elif row.custom_id in done:
+                summary.skipped += 1
             else:
-                window.append(job)
-            if len(window) == size:
-                _run_window(llm, window, out, bar, counts)
-                window = []
-        if window:
-            _run_window(llm, window, out, bar, counts)
-    return counts
+                try:
+                    request = llm.request(row.prompt, _seeded(row, llm.config.seed))
+                except K26Error as error:
+                    fail(row.line, row.custom_id, str(error))
+                    continue
+                running[next(numbers)] = row, request
+                yield request
+
+    for number, chunk in llm.engine.run(requests()):
+        summary.tokens += len(chunk.token_ids)
+        if chunk.output is not None:
+            row, request = running.pop(number)
+            prompt_tokens = len(request.prompt_token_ids)
+            summary.succeeded += 1
+            summary.forwards += chunk.output.metrics.target_forwards
+            summary.following_tokens += len(chunk.output.token_ids) - 1
+            record = chunk.output.record(prompt_tokens)
+            write({"custom_id": row.custom_id, **record, "error": None})
+        if on_progress:
+            on_progress(summary)
+    return summary
 
 
-def read_jobs(source: Path, defaults: dict[str, Any]) -> Iterator[Job | BadLine]:
-    """Yields every line's job, or what is wrong with it; blank lines are passed over.
+def run_files(
+    llm: LLM, source: Path, target: Path, *, done: Collection[str], defaults: dict[str, Any]
+) -> Summary:
+    """Returns how it went, after `run_batch` from one file to the end of another.
 
-    Raises: RequestError if the file cannot be read.
+    Bad lines are named on standard error, where a terminal has a progress bar too.
+
+    Args:
+      done: what `resume(target)` gave.
+    """
+    with source.open("rb") as lines, target.open("ab") as out:
+        total = sum(1 for _ in lines)
+        lines.seek(0)
+        with tqdm(total=total, unit="row", disable=None) as bar:
+
+            def write(record: dict[str, Any]) -> None:
+                out.write(encode(record))
+                out.flush()
+                if record["error"] is not None:
+                    message = f"line {record['error']['line']}: {record['error']['message']}"
+                    tqdm.write(message, file=sys.stderr)
+
+            def show(summary: Summary) -> None:
+                bar.update(summary.lines - bar.n)
+                speed = f"{summary.tokens_per_second:.0f}"
+                length = f"{summary.accept_length:.2f}"
+                bar.set_postfix({"tok/s": speed, "accept length": length}, refresh=False)
+
+            return run_batch(llm, lines, write, done=done, defaults=defaults, on_progress=show)
+
+
+def _seeded(row: Row, seed: int) -> SamplingParams:
+    if row.params.seed is not None:
+        return row.params
+    return replace(row.params, seed=(seed + row.line) % (1 << 63))
+
+
+def read_rows(lines: Iterable[bytes], defaults: dict[str, Any]) -> Iterator[Row | BadLine]:
+    """Yields every line's row, or what is wrong with the line; blank lines are passed over.
+
+    Takes a byte order mark, CRLF, and a last line without its end.
     """
     seen: set[str] = set()
+    for number, raw in enumerate(lines, start=1):
+        if number == 1:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+        if not raw.strip():
+            continue
+        custom_id = None
+        try:
+            data = _parse(raw)
+            custom_id = _custom_id(data)
+            if custom_id in seen:
+                raise RequestError(f"custom_id {custom_id!r} was used by an earlier line")
+            seen.add(custom_id)
+            yield _row(number, custom_id, data, defaults)
+        except RequestError as error:
+            yield BadLine(number, custom_id, str(error))
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
     try:
-        stream = source.open(encoding="utf-8-sig", errors="surrogateescape")
-    except OSError as error:
-        raise RequestError(f"cannot read {source}: {error}") from error
-    with stream:
-        for number, text in enumerate(stream, start=1):
-            if not text.strip():
-                continue
-            custom_id = None
-            try:
-                data = json.loads(text)
-                if not isinstance(data, dict):
-                    raise RequestError(f"is a JSON {type(data).__name__}, expected an object")
-                custom_id = data.get("custom_id")
-                job = _job(number, data, defaults)
-                if job.custom_id in seen:
-                    raise RequestError(f"custom_id {job.custom_id!r} was used before")
-                seen.add(job.custom_id)
-                yield job
-            except (json.JSONDecodeError, RequestError, TypeError) as error:
-                named = custom_id if isinstance(custom_id, str) else None
-                yield BadLine(number, named, str(error))
+        data = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise RequestError("the line is nested too deep") from error
+    except ValueError as error:
+        raise RequestError(f"the line is not JSON in UTF-8: {error}") from error
+    if not isinstance(data, dict):
+        raise RequestError(f"the line is a JSON {type(data).__name__}, expected an object")
+    return data
 
 
-def _job(number: int, data: dict[str, Any], defaults: dict[str, Any]) -> Job:
-    for name in data:
-        if name not in _KNOWN:
-            raise RequestError(f"field {name!r} is unknown{nearest(name, _KNOWN)}")
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _custom_id(data: dict[str, Any]) -> str:
     custom_id = data.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
-        raise RequestError(f"custom_id is {custom_id!r}, expected a string")
-    prompts = [data[name] for name in ("prompt", "prompt_token_ids") if name in data]
-    if len(prompts) != 1 or not isinstance(prompts[0], str | list):
-        raise RequestError("expected one of prompt (text) and prompt_token_ids (integers)")
-    given = {name: data[name] for name in _SAMPLING if name in data}
-    return Job(number, custom_id, prompts[0], SamplingParams(**(defaults | given)))
+        raise RequestError(f"custom_id is {custom_id!r:.80}, expected a string")
+    return custom_id
 
 
-def drop_partial_line(target: Path) -> set[Any]:
-    """Returns what an output file already answers, after cutting off a half-written last line.
+def _row(line: int, custom_id: str, data: dict[str, Any], defaults: dict[str, Any]) -> Row:
+    for name in data:
+        if name not in _KNOWN:
+            raise RequestError(f"field {name!r:.80} is unknown{nearest(name[:80], _KNOWN)}")
+    prompts = {name: data[name] for name in PROMPTS if data.get(name) is not None}
+    if len(prompts) != 1:
+        raise RequestError(f"{len(prompts)} of the fields {' and '.join(PROMPTS)}; expected one")
+    ((name, prompt),) = prompts.items()
+    kind = str if name == "prompt" else list
+    if not isinstance(prompt, kind):
+        raise RequestError(f"{name} is {prompt!r:.80}, expected a {kind.__name__}")
+    params = {name: data[name] for name in _SAMPLING if name in data}
+    return Row(line, custom_id, prompt, SamplingParams(**(defaults | params)))
 
-    Good lines count by custom_id, bad ones by (line number, custom_id).
+
+def resume(path: Path) -> set[str]:
+    """Returns the custom_ids that an earlier run's output answers, and tidies the file.
+
+    Lines with an error are taken out, so that this run tries them again, and so is a half-written
+    last line; afterwards records can be appended.
+
+    Raises: RequestError if the file holds anything else; it is left as it is then.
     """
-    if not target.exists():
+    if not path.exists():
         return set()
-    finished: set[Any] = set()
-    keep = 0
-    with target.open("rb+") as stream:
-        for line in stream:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n"):
-                break
-            keep += len(line)
-            is_bad = row.get("error") and "line" in row
-            finished.add((row["line"], row["custom_id"]) if is_bad else row["custom_id"])
-        stream.truncate(keep)
-    return finished
+    done: set[str] = set()
+    keep: list[bool] = []
+    with path.open("rb") as stream:
+        for number, raw in enumerate(stream, start=1):
+            answered = _answered(raw)
+            if answered is None:
+                raise RequestError(
+                    f"{path} line {number} is not a record of a batch; give another output file, "
+                    "or move this one away"
+                )
+            keep.append(bool(answered))
+            if answered:
+                done.add(answered)
+    if not all(keep):
+        _keep_lines(path, keep)
+    return done
 
 
-def _run_window(llm: LLM, jobs: list[Job], out: Any, bar: tqdm, counts: Counts) -> None:
-    outputs = llm.generate([job.prompt for job in jobs], [job.params for job in jobs])
-    for job, output in zip(jobs, outputs, strict=True):
-        if output.error is not None:
-            counts.failed += 1
-            _write(out, _failure(job.line, job.custom_id, output.error))
-        else:
-            counts.done += 1
-            _write(out, _success(job, output))
-        bar.update()
-    metrics = outputs[-1].metrics
-    bar.set_postfix(accept=f"{metrics.accept_length:.2f}", tok_s=f"{metrics.tokens_per_second:.0f}")
+def _answered(raw: bytes) -> str | None:
+    """Returns the custom_id of a good record, "" for one to drop, None for no record at all."""
+    if not raw.endswith(b"\n"):
+        begins = raw.startswith(_LINE_BEGIN) or _LINE_BEGIN.startswith(raw)
+        return "" if begins else None
+    try:
+        record = json.loads(raw)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not {"custom_id", "error"} <= record.keys():
+        return None
+    return "" if record["error"] is not None else str(record["custom_id"])
 
 
-def _success(job: Job, output: RequestOutput) -> dict[str, Any]:
-    first = output.outputs[0]
-    return {
-        "custom_id": job.custom_id,
-        "text": first.text,
-        "token_ids": first.token_ids,
-        "finish_reason": first.finish_reason,
-        "usage": {
-            "prompt_tokens": len(output.prompt_token_ids),
-            "completion_tokens": len(first.token_ids),
-        },
-        "metrics": {
-            "accept_length": first.metrics.accept_length,
-            "tokens_per_second": first.metrics.tokens_per_second,
-            "ttft_seconds": first.metrics.ttft_seconds,
-        },
-        "error": None,
-    }
+def _keep_lines(path: Path, keep: list[bool]) -> None:
+    """Rewrites a file with some of its lines; at every moment one whole version is there."""
+    path = path.resolve()
+    beside = path.with_name(path.name + ".tmp")
+    with path.open("rb") as old, beside.open("wb") as new:
+        new.writelines(raw for raw, is_kept in zip(old, keep, strict=True) if is_kept)
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(beside, path)
 
 
-def _failure(line: int, custom_id: str | None, error: str) -> dict[str, Any]:
-    return {"custom_id": custom_id, "line": line, "error": error}
-
-
-def _write(out: Any, row: dict[str, Any]) -> None:
-    out.write(json.dumps(row) + "\n")
-    out.flush()
+def encode(record: dict[str, Any]) -> bytes:
+    """Returns a record as one line."""
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, which a custom_id may hold and UTF-8 may not.
+        return json.dumps(record, allow_nan=False).encode() + b"\n"

@@ -8,35 +8,41 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from k26jax import __version__
-from k26jax.errors import K26Error, nearest
+from k26jax.errors import CapacityError, K26Error, nearest
 
 COMMANDS = ("generate", "inspect")
-INTERRUPTED = 130
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that names the nearest flag for an unknown one and exits with 2."""
+    """A parser that takes whole flags only and names the nearest one for an unknown one."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Returns the parsed arguments; what is unknown ends the program here.
+
+        A command's own parser is asked first, so its flags are the ones suggested.
+        """
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
         """Prints usage and the message, and exits with code 2."""
-        unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        unknown = re.match(r"unrecognized arguments: .*?(-[^\s=]+)", message)
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if unknown:
-            flags = [flag for action in self._all_actions() for flag in action.option_strings]
-            message += nearest(unknown[1].split("=")[0], flags)
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            message += nearest(unknown[1], flags)
+        elif choice:
+            message += nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
         super().error(message)
-
-    def _all_actions(self) -> list[argparse.Action]:
-        actions = list(self._actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                actions += [a for sub in action.choices.values() for a in sub._actions]
-        return actions
 
 
 def build_parser() -> Parser:
@@ -50,17 +56,41 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 ok, 1 failed, 2 usage, 3 checkpoint invalid, 4 does not fit,
-    130 interrupted."""
-    args = build_parser().parse_args(argv)
+    """Returns the exit code of one command; see `run_command`."""
+    return run_command(build_parser(), argv)
+
+
+def run_command(parser: Parser, argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code of a parser's `run`.
+
+    0 ok, 1 failed, 2 usage, 3 checkpoint or configuration invalid, 4 does not fit,
+    130 interrupted.
+    """
     try:
-        return args.run(args)
+        args = parser.parse_args(argv)
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else USAGE
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except K26Error as error:
-        print(f"k26jax: {error}", file=sys.stderr)
-        return error.exit_code
+        return _report(parser, error, error.exit_code)
     except KeyboardInterrupt:
-        print("k26jax: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _report(parser, "interrupted", INTERRUPTED)
     except BrokenPipeError:
+        # Python flushes stdout once more at its end; that must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return FAILED
+    except OSError as error:
+        return _report(parser, error, FAILED)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        hint = "out of memory; lower --context-length or --max-running-requests"
+        return _report(parser, f"{hint} ({str(error).splitlines()[:1]})", CapacityError.exit_code)
+
+
+def _report(parser: Parser, what: object, code: int) -> int:
+    print(f"{parser.prog}: {what}", file=sys.stderr)
+    return code

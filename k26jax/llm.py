@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from k26jax.config import EngineConfig
 from k26jax.engine.engine import Engine
-from k26jax.engine.loading import Progress, load, require_tokenizer
+from k26jax.engine.loading import Progress, load, require_tokenizer, without_drafter
 from k26jax.engine.output import CompletionOutput, RequestOutput, StreamChunk
 from k26jax.engine.request import Request, SamplingParams, make_request, refuse_unknown
 from k26jax.errors import K26Error, RequestError
@@ -133,6 +134,30 @@ class LLM:
             seed=0,
         )
         return engine.runner.logits(request.prompt_token_ids)
+
+    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Returns the checked request of one sequence, for `engine.run`.
+
+        Raises: RequestError if the prompt cannot be run, or n is not 1.
+        """
+        if params.n != 1:
+            raise RequestError(f"n = {params.n}, expected 1: a request is one sequence")
+        requests, error = self._make_requests(prompt, params)
+        if error is not None:
+            raise error
+        return requests[0]
+
+    def without_drafter(self, on_compile: Callable[[str], None] | None = None) -> LLM:
+        """Returns an LLM that decodes plainly with the weights of this one.
+
+        Cost: a second cache; its programs are compiled.
+        """
+        plain = copy.copy(self)
+        plain._engine = Engine(without_drafter(self.engine.loaded))
+        plain.config = plain._engine.loaded.config
+        plain._engine.runner.warm_up(on_compile)
+        plain._requests_made = 0
+        return plain
 
     def shutdown(self) -> None:
         """Frees the model; calling it again does nothing."""

@@ -1,50 +1,64 @@
 """Continues every prompt of a JSONL file; run it again to go on where it was cut.
 
-In: {"custom_id": "a", "prompt": "text"} or "prompt_token_ids", with any sampling parameter beside
-it. Out: one line per request with its text, tokens, usage and speeds, or its error.
+A line of the input holds custom_id, prompt (text) or prompt_token_ids, and any sampling parameter
+(temperature, max_tokens, seed, stop, ...) that differs from its flag. A line of the output holds
+custom_id, text, token_ids, finish_reason, usage, metrics and error. Lines that the output answers
+are skipped, those with an error are tried again. Exits with 1 if any line failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
+from k26jax.batch import resume, run_files
+from k26jax.cli import Parser, run_command
 from k26jax.commands.options import (
     add_engine_options,
     add_sampling_options,
     engine_options,
     sampling_options,
 )
-from k26jax.errors import K26Error
+from k26jax.commands.terminal import Startup, say
+from k26jax.engine.request import SamplingParams
+from k26jax.errors import RequestError
 
 
-def main() -> int:
-    """Returns 0 if every line was answered, 1 if any failed, else the error's exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-i", "--input", type=Path, required=True)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    add_sampling_options(parser, max_tokens=128)
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
+    add_sampling_options(parser, max_tokens=None)
     add_engine_options(parser)
-    args = parser.parse_args()
-    try:
-        from k26jax.batch import run_batch
-        from k26jax.llm import LLM
+    parser.set_defaults(run=run)
+    return run_command(parser, argv)
 
-        with LLM(**engine_options(args)) as llm:
-            counts = run_batch(llm, args.input, args.output, sampling_options(args))
-    except K26Error as error:
-        print(f"generate_batch: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("generate_batch: interrupted; run the same command to go on", file=sys.stderr)
-        return 130
-    print(
-        f"{counts.done} done, {counts.skipped} already there, {counts.failed} failed",
-        file=sys.stderr,
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 if every line was answered, 1 if any failed."""
+    options, defaults = engine_options(args), sampling_options(args)
+    SamplingParams(**defaults)
+    if not args.input.is_file():
+        raise RequestError(f"--input {args.input} is not a file")
+    if args.output.exists() and os.path.samefile(args.input, args.output):
+        raise RequestError(f"{args.input} is both --input and --output; give another output")
+    done = resume(args.output)
+    from k26jax.llm import LLM
+
+    startup = Startup()
+    with LLM(**options, on_load=startup.on_load, on_compile=startup.on_compile) as llm:
+        startup.ready(llm.config.algorithm.value)
+        summary = run_files(llm, args.input, args.output, done=done, defaults=defaults)
+    say(
+        f"{summary.succeeded} answered, {summary.skipped} skipped, {summary.failed} failed; "
+        f"{summary.tokens} tokens, {summary.tokens_per_second:.1f} per second, "
+        f"accept length {summary.accept_length:.2f}"
     )
-    return 1 if counts.failed else 0
+    return 1 if summary.failed else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -31,3 +31,20 @@ def pytest_addoption(parser):
 def golden_dir(request) -> Path:
     """The folder of reference data; tests find what it holds, they do not name it."""
     return Path(request.config.getoption("--golden-dir"))
+
+
+@pytest.fixture(scope="session")
+def small_pair(golden_dir, tmp_path_factory):
+    """Folders of a golden target, with a tokenizer of its size, and of a drafter for it."""
+    from fixtures.small_pair import write_small_pair
+
+    return write_small_pair(golden_dir, tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def compile_cache(tmp_path_factory):
+    """Within the module, a program that this session compiled in such a module is not again."""
+    from fixtures.small_pair import compile_cache
+
+    with compile_cache(tmp_path_factory.getbasetemp() / "compiled"):
+        yield

@@ -1,63 +1,279 @@
-"""The command line: help without JAX, nearest flags, exit codes, inspection, a drawn tree."""
+"""The command line: flags and help, environment, exit codes, and whole runs of `generate`."""
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
+import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
-from k26jax.cli import main
-from k26jax.commands.options import tokens
-from k26jax.commands.trees import draw_tree
-from k26jax.engine.output import StepTrace
+import k26jax
+from k26jax import LLM, SamplingParams
+from k26jax.cli import Parser, build_parser, main, run_command
+from k26jax.commands import generate
+from k26jax.commands.options import add_engine_options, engine_options, tokens
+from k26jax.commands.terminal import Startup
+from k26jax.config import EngineConfig
 
 
-def test_help_imports_no_jax():
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("K26JAX_"):
+            monkeypatch.delenv(name)
+
+
+def flags_of(command: str) -> dict[str, argparse.Action]:
+    parser = build_parser()
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    actions = commands.choices[command]._actions
+    return {flag: action for action in actions for flag in action.option_strings}
+
+
+def test_help_and_version_import_no_jax():
     code = (
         "import sys, k26jax.cli as c\n"
-        "try: c.main(['generate', '--help'])\n"
-        "except SystemExit as e: assert e.code == 0\n"
-        "assert 'jax' not in sys.modules\n"
+        "assert [c.main(a) for a in (['generate', '--help'], ['--version'], ['x'])] == [0, 0, 2]\n"
+        "assert not {'jax', 'flax'} & set(sys.modules), 'imported'\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--speculative-ddtree-budget" in done.stdout
+    assert f"k26jax {k26jax.__version__}\n" in done.stdout
 
 
-def test_an_unknown_flag_names_the_nearest(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["generate", "x", "--modle-path", "y"])
-    assert exit_.value.code == 2
-    assert "--model-path" in capsys.readouterr().err
+def test_every_option_is_a_flag_with_help_and_default():
+    flags = flags_of("generate")
+    for item in fields(EngineConfig):
+        action = flags["--" + item.name.replace("_", "-")]
+        assert item.metadata["help"] in action.help
+        if item.default not in (None, ""):
+            assert f"default: {item.default}" in action.help
+        for alias in item.metadata.get("aliases", []):
+            assert flags[alias] is action
+    assert all(action.help for action in flags.values())
+    defaults = {item.name: item.default for item in fields(SamplingParams)}
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        assert flags["--" + name.replace("_", "-")].default == defaults[name]
 
 
-def test_exit_codes_say_what_was_wrong(tmp_path, capsys):
-    assert main(["inspect", str(tmp_path)]) == 3
-    assert main(["generate", "x"]) == 2
-    assert main(["generate", "x", "--model-path", str(tmp_path), "--temperature", "-1"]) == 2
-    assert "temperature" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["generate", "x", "--modle-path", "y"], "did you mean '--model-path'"),
+        (["generate", "x", "--max-model-length=64k"], "did you mean '--max-model-len'"),
+        (["generate", "x", "--temp", "1"], "--temp"),
+        (["generate", "x", "y"], "unrecognized arguments: y"),
+        (["inspect", "x", "--jsno"], "did you mean '--json'"),
+        (["generat", "x"], "did you mean 'generate'"),
+        (["generate", "x", "--dtype", "bfloat"], "did you mean 'bfloat16'"),
+        (["generate", "x", "--seed", "one"], "--seed"),
+        (["generate", "x", "--context-length", "4kb"], "4kb"),
+        (["generate", "x"], "--model-path FOLDER or K26JAX_MODEL_PATH"),
+        (["generate", "x", "--model", "m", "--temperature", "-1"], "temperature = -1"),
+        (["generate", "x", "--model", "m", "--max-tokens", "0"], "max_tokens = 0"),
+        (["generate", "x", "--model", "m", "--ddtree-budget", "255"], "speculative_ddtree_budget"),
+        (["generate", "x", "--model", "m", "--speculative-algorithm", "ddtre"], "mean 'DDTREE'"),
+        (["generate", "x", "--model", "m", "--speculative-algorithm", "ddtree"], "draft_model"),
+        (["generate", "x", "--model", "m", "--compare-plain"], "compares with a drafter"),
+        (["generate", "x", "--model", "m", "--prompt-file", "f"], "both given"),
+        (["generate", "--model", "m", "--prompt-file", "none.txt"], "none.txt"),
+        ([], "COMMAND"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_names_the_thing(argv, words, capsys):
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert words in err
+    assert out == ""
 
 
-def test_every_golden_folder_is_inspected(golden_dir, capsys):
-    folders = [path.parent for path in golden_dir.glob("**/config.json")]
-    assert folders
-    for folder in folders:
-        assert main(["inspect", str(folder), "--json"]) == 0, folder
-        summary = json.loads(capsys.readouterr().out)
-        assert summary["fault"] is None
-        assert sum(summary["parameters"].values()) > 0
+def test_a_variable_sets_what_no_flag_does(capsys):
+    parser = Parser()
+    add_engine_options(parser)
+    environment = {
+        "K26JAX_MODEL_PATH": "folder",
+        "K26JAX_CONTEXT_LENGTH": "64k",
+        "K26JAX_SEED": "3",
+        "K26JAX_DTYPE": "",
+        "K26JAX_SPECULATIVE_DDTREE_BUGDET": "5",
+        "PATH": "x",
+    }
+    args = parser.parse_args(["--random-seed", "4", "--max-num-seqs", "2"])
+    assert engine_options(args, environment) == {
+        "model_path": "folder",
+        "context_length": 65536,
+        "max_running_requests": 2,
+        "seed": 4,
+    }
+    assert "did you mean 'K26JAX_SPECULATIVE_DDTREE_BUDGET'" in capsys.readouterr().err
+    for name in ("K26JAX_SEED", "K26JAX_CONTEXT_LENGTH"):
+        with pytest.raises(k26jax.errors.RequestError, match=f"{name} = 'many'"):
+            engine_options(parser.parse_args(["--model", "m"]), {name: "many"})
 
 
-def test_a_tree_is_drawn_with_its_path_marked():
-    trace = StepTrace([5, 6, 7, 8], [-1, 0, 0, 1], [0, 1, 1, 2], [0, 1, 3])
-    assert draw_tree(trace, str).splitlines() == [
-        "* 5",
-        "* ├─ 6",
-        "* │  └─ 8",
-        "  └─ 7",
-    ]
+def test_every_field_has_its_variable():
+    parser = Parser()
+    add_engine_options(parser)
+    args = parser.parse_args([])
+    environment = {f"K26JAX_{item.name.upper()}": "7" for item in fields(EngineConfig)}
+    found = engine_options(args, environment)
+    assert found.keys() == {item.name for item in fields(EngineConfig)}
+    assert found["steps_per_dispatch"] == 7
+    assert found["speculative_draft_model_path"] == "7"
 
 
 def test_token_counts_take_a_suffix():
     assert (tokens("64k"), tokens("512"), tokens("1M")) == (65536, 512, 1048576)
+    for text in ("", "k", "-1", "1.5k", "64kb", "٣"):
+        with pytest.raises(argparse.ArgumentTypeError, match="no number of tokens"):
+            tokens(text)
+
+
+def test_what_a_command_raises_becomes_an_exit_code(small_pair, tmp_path, capsys):
+    def code(error):
+        def run(args):
+            raise error
+
+        parser = Parser(prog="tool")
+        parser.set_defaults(run=run)
+        return run_command(parser, [])
+
+    assert code(KeyboardInterrupt()) == 130
+    assert code(k26jax.errors.CapacityError("big")) == 4
+    assert code(k26jax.errors.CheckpointError("bad")) == 3
+    assert code(RuntimeError("RESOURCE_EXHAUSTED: 5 GB\nmore")) == 4
+    assert code(OSError(28, "No space left on device")) == 1
+    err = capsys.readouterr().err
+    assert "tool: interrupted\ntool: big\ntool: bad\ntool: out of memory" in err
+    assert err.endswith("No space left on device\n")
+    with pytest.raises(RuntimeError, match="other"):
+        code(RuntimeError("other"))
+    model = ["generate", "x", "--model-path", str(small_pair.target)]
+    assert main([*model, "--context-length", "1000m"]) == 4
+    assert main(["generate", "x", "--model-path", str(tmp_path)]) == 3
+
+
+def test_a_closed_pipe_ends_quietly(small_pair):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "k26jax", "inspect", str(small_pair.target)]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_start_up_says_each_phase_with_its_time(capsys):
+    startup = Startup()
+    for done in (10, 30):
+        startup.on_load("drafter", done * 1_000_000, 40_000_000)
+    startup.on_load("target", 1, 2_000_000)
+    startup.on_compile("steps")
+    startup.ready("NONE")
+    out, err = capsys.readouterr()
+    lines = [line.split(" in ")[0].split("...")[0] for line in err.splitlines()]
+    assert lines == ["load drafter: 40.0 MB", "load target: 2.0 MB", "compile steps ", "ready"]
+    assert err.endswith(" s: NONE\n")
+    assert out == ""
+
+
+@pytest.fixture(scope="module")
+def plain(small_pair, compile_cache):
+    """Plain decoding through the Python API; what every run of the command must give."""
+    options = small_pair.options | {"speculative_algorithm": "NONE"}
+    with LLM(**options) as llm:
+        yield llm
+
+
+def run_generate(small_pair, capsys, *argv: str, code: int = 0) -> tuple[str, str]:
+    assert main(["generate", *argv, *small_pair.flags]) == code
+    return capsys.readouterr()
+
+
+def test_the_prompt_comes_from_a_file_and_text_alone_goes_to_stdout(
+    small_pair, plain, capsys, tmp_path
+):
+    prompt = small_pair.letters[:4]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=None)
+    output = plain.generate(prompt, params)[0].outputs[0]
+    assert small_pair.decode(output.token_ids) == output.text
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(b"\xef\xbb\xbf" + prompt.encode())
+    greedy = ("--temperature", "0", "--max-tokens", "30", "--ignore-eos")
+    out, err = run_generate(small_pair, capsys, "--prompt-file", str(file), *greedy)
+    assert out == output.text + "\n"
+    assert "30 tokens (length)" in err
+    assert "ready in" in err
+    rate, forwards = re.search(r"([\d.]+) tokens per target forward \((\d+) forw", err).groups()
+    assert rate == f"{29 / int(forwards):.2f}"
+    assert int(forwards) < output.metrics.target_forwards == 29
+
+
+def test_standard_input_sampling_and_trees(small_pair, plain, capsys, monkeypatch):
+    """Seeded sampling; the trees of the JSON object are those that are drawn."""
+    prompt = small_pair.letters[2:7]
+    params = SamplingParams(seed=11, top_k=6, max_tokens=24, stop=["zz"], ignore_eos=True)
+    output = plain.generate(prompt, params)[0].outputs[0]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
+    sampled = ("--seed", "11", "--top-k", "6", "--max-tokens", "24", "--stop", "zz", "--ignore-eos")
+    shown = ("--show-trees", "--compare-plain", "--json")
+    out, err = run_generate(small_pair, capsys, "-", *sampled, *shown)
+    record = json.loads(out)
+    assert record["token_ids"] == output.token_ids
+    assert (record["text"], record["finish_reason"]) == (output.text, "length")
+    assert record["usage"] == {"prompt_tokens": 5, "completion_tokens": 24}
+    assert record["compare_plain"]["same_tokens"] is True
+    assert record["compare_plain"]["plain_token_ids"] == output.token_ids
+    assert "same tokens: yes" in err
+    steps = record["steps"]
+    assert len(steps) == record["metrics"]["target_forwards"]
+    assert err.count("●") == sum(len(step["path"]) for step in steps)
+    assert err.count("○") == sum(len(step["token_ids"]) - len(step["path"]) for step in steps)
+    # A step's root is the newest token; its path is what the text goes on with.
+    place = 0
+    for step in steps:
+        path = [step["token_ids"][node] for node in step["path"]]
+        expected = record["token_ids"][place : place + len(path)]
+        assert path[: len(expected)] == expected
+        place += len(path)
+    assert any(len(step["path"]) > 1 for step in steps)
+
+
+def test_other_tokens_than_plain_decodings_exit_with_1(capsys):
+    """Fakes: what is compared is the shown run, a drafted and a plain one."""
+
+    class Fake:
+        def __init__(self, token_ids):
+            self.token_ids, self.config = token_ids, EngineConfig("m")
+
+        def generate(self, prompt, params, raise_on_error):
+            metrics = SimpleNamespace(
+                tokens_per_second=float(len(self.token_ids)), target_forwards=2
+            )
+            return [SimpleNamespace(outputs=[output(self.token_ids, metrics)])]
+
+        def without_drafter(self, on_compile):
+            return self.plain
+
+        def shutdown(self):
+            pass
+
+    def output(token_ids, metrics=None):
+        return SimpleNamespace(token_ids=token_ids, metrics=metrics)
+
+    for shown, drafted, alone in (([1], [1], [2]), ([1], [2], [1]), ([2], [1], [1])):
+        llm = Fake(drafted)
+        llm.plain = Fake(alone)
+        same, record = generate._compare(llm, "x", SamplingParams(), output(shown))
+        assert (same, record["same_tokens"]) == (False, False)
+        assert "same tokens: no" in capsys.readouterr().err
+    llm = Fake([1, 2, 3])
+    llm.plain = Fake([1, 2, 3])
+    assert generate._compare(llm, "x", SamplingParams(), output([1, 2, 3]))[0] is True
+    assert "speed over plain decoding: 1.00 times" in capsys.readouterr().err

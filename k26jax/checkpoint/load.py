@@ -18,6 +18,8 @@ from k26jax.model.parameters import Declaration, Params, declarations, nest
 
 Progress = Callable[[int], None]
 
+_HINT = "config.json and the weight files must belong to the same model"
+
 
 def load_params(
     checkpoint: Checkpoint, module: nnx.Module, *, progress: Progress | None = None
@@ -85,10 +87,7 @@ def _refuse_gaps(
             parts.append(f"{len(missing)} tensors are missing, first {_first(missing)}")
         if leftover:
             parts.append(f"{len(leftover)} tensors are not of this model, first {_first(leftover)}")
-        raise CheckpointError(
-            f"{checkpoint.folder}: {'; '.join(parts)}; "
-            "config.json and the weight files must belong to the same model"
-        )
+        raise CheckpointError(f"{checkpoint.folder}: {'; '.join(parts)}; {_HINT}")
 
 
 def _first(names: list[str]) -> str:
@@ -101,12 +100,13 @@ def _check(checkpoint: Checkpoint, name: str, declaration: Declaration) -> Itera
     if entry.dtype not in declaration.source.published_dtypes:
         allowed = ", ".join(declaration.source.published_dtypes)
         raise CheckpointError(
-            f"{entry.file.name}: tensor {name!r} has dtype {entry.dtype}, expected one of {allowed}"
+            f"{entry.file}: tensor {name!r} has dtype {entry.dtype}, expected one of {allowed}; "
+            f"{_HINT}"
         )
     if tuple(entry.shape) != declaration.tensor_shape:
         raise CheckpointError(
-            f"{entry.file.name}: tensor {name!r} has shape {list(entry.shape)}, "
-            f"expected {list(declaration.tensor_shape)} from config.json"
+            f"{entry.file}: tensor {name!r} has shape {list(entry.shape)}, "
+            f"expected {list(declaration.tensor_shape)} from config.json; {_HINT}"
         )
     yield name
     if entry.dtype == "F8_E4M3":
@@ -115,7 +115,7 @@ def _check(checkpoint: Checkpoint, name: str, declaration: Declaration) -> Itera
         found = checkpoint.entry(scale)
         if tuple(found.shape) != blocks or found.dtype != "F32":
             raise CheckpointError(
-                f"{found.file.name}: tensor {scale!r} is {found.dtype} {list(found.shape)}, "
+                f"{found.file}: tensor {scale!r} is {found.dtype} {list(found.shape)}, "
                 f"expected F32 {list(blocks)}: one scale per 128x128 block of {name!r}"
             )
         yield scale
@@ -128,8 +128,8 @@ def _check(checkpoint: Checkpoint, name: str, declaration: Declaration) -> Itera
             # Groups of 32 fill whole words, so the packed width leaves no choice.
             if stated[-1] != 8 * entry.shape[-1]:
                 raise CheckpointError(
-                    f"{entry.file.name}: tensor {stem + '_shape'!r} is {list(stated)}, expected "
-                    f"{[*entry.shape[:-1], 8 * entry.shape[-1]]} from config.json"
+                    f"{entry.file}: tensor {stem + '_shape'!r} is {list(stated)}, expected "
+                    f"{[*entry.shape[:-1], 8 * entry.shape[-1]]} from config.json; {_HINT}"
                 )
             yield f"{stem}_shape"
 

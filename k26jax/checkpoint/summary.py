@@ -2,137 +2,156 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 
 from k26jax.checkpoint.load import plan_load
 from k26jax.checkpoint.reader import Checkpoint, open_checkpoint
 from k26jax.config import DraftConfig, ModelConfig, read_json
-from k26jax.errors import CheckpointError
+from k26jax.errors import K26Error
 from k26jax.model.drafter import Drafter
 from k26jax.model.parameters import abstract
 from k26jax.model.target import Target
 
-# (word in a tensor's name, component), first match wins.
+# (part of a tensor's name, component), first match wins.
 _COMPONENTS = (
     ("embed_tokens", "embedding"),
     ("lm_head", "head"),
     ("norm", "norms"),
-    ("self_attn", "attention"),
-    (".mlp.experts.", "routed experts"),
-    ("shared_experts", "shared experts"),
-    (".mlp.gate.", "router"),
-    (".mlp.", "dense feed-forward"),
-    ("fc.weight", "feature projection"),
+    ("self_attn.", "attention"),
+    ("mlp.experts.", "routed experts"),
+    ("mlp.shared_experts.", "shared experts"),
+    ("mlp.gate.", "router"),
+    ("mlp.", "dense"),
+    ("fc.", "feature projection"),
 )
+_COMPANIONS = (".weight_scale", ".weight_shape", "_scale_inv")
+_INT4_IN_A_WORD = 8
 
 
-@dataclass(frozen=True)
+@dataclass
+class Component:
+    """One part of a model.
+
+    parameters: weights; INT4 ones count one by one, their scales do not count.
+    bytes_by_dtype: stored bytes by the files' dtype, scales included.
+    """
+
+    parameters: int = 0
+    bytes_by_dtype: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """Stored bytes of all dtypes."""
+        return sum(self.bytes_by_dtype.values())
+
+
+@dataclass
 class Summary:
-    """A folder's content.
+    """A folder's content; what cannot be read is left empty, and `fault` says why.
 
-    parameters, stored_bytes: by component; INT4 weights count as weights, not as words.
-    dtypes: stored bytes by dtype.
-    facts: configuration values worth showing.
+    kind: "target", "drafter" or "unknown".
+    facts: configuration values worth showing, by a readable name.
+    components: by name, of the tensors that the model uses.
+    files, file_bytes: weight files that hold them, and the tensors' bytes in them.
     skipped: number of skipped tensors by reason.
-    fault: why it would not load, or None.
+    ignored_files: weight files that the index does not mention.
+    fault: why the folder would not load, or None.
     """
 
     folder: str
-    kind: str
-    facts: dict[str, Any]
-    parameters: dict[str, int] = field(default_factory=dict)
-    stored_bytes: dict[str, int] = field(default_factory=dict)
-    dtypes: dict[str, int] = field(default_factory=dict)
+    kind: str = "unknown"
+    facts: dict[str, Any] = field(default_factory=dict)
+    components: dict[str, Component] = field(default_factory=dict)
+    files: int = 0
+    file_bytes: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
+    ignored_files: list[str] = field(default_factory=list)
     fault: str | None = None
 
 
 def summarize(folder: str | Path) -> Summary:
     """Returns what a target or drafter folder holds.
 
-    Raises: ConfigError for a configuration that cannot be read, CheckpointError for damaged files.
     Cost: reads headers, and INT4 shape tensors of a few bytes.
     """
     folder = Path(folder)
-    data = read_json(folder / "config.json")
-    layers = None
-    if data.get("architectures") == ["DFlashDraftModel"]:
-        draft = DraftConfig.from_folder(folder)
-        kind, facts = "DFlash drafter", _draft_facts(draft)
-        module = abstract(lambda rngs: Drafter(draft, dtype=jnp.float32, rngs=rngs))
-    else:
-        model = ModelConfig.from_folder(folder)
-        kind, facts, layers = model.model_type, _model_facts(model), model.num_hidden_layers
-        module = abstract(lambda rngs: Target(model, dtype=jnp.float32, rngs=rngs))
-    with open_checkpoint(folder, num_hidden_layers=layers) as checkpoint:
-        fault = None
-        try:
+    summary = Summary(str(folder))
+    try:
+        module, layers = _read_config(folder, summary)
+        with open_checkpoint(folder, num_hidden_layers=layers) as checkpoint:
+            _count(checkpoint, summary)
             plan_load(checkpoint, module)
-        except CheckpointError as error:
-            fault = str(error)
-        parameters, stored, dtypes = _count(checkpoint)
-        return Summary(
-            folder=str(folder),
-            kind=kind,
-            facts=facts,
-            parameters=parameters,
-            stored_bytes=stored,
-            dtypes=dtypes,
-            skipped=dict(Counter(checkpoint.skipped.values())),
-            fault=fault,
-        )
+    except K26Error as error:
+        summary.fault = str(error)
+    return summary
 
 
-def _count(checkpoint: Checkpoint) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    parameters: Counter[str] = Counter()
-    stored: Counter[str] = Counter()
-    dtypes: Counter[str] = Counter()
-    for name in checkpoint.names():
-        entry = checkpoint.entry(name)
-        component = next((label for word, label in _COMPONENTS if word in name), "other")
-        count = 1
-        for size in entry.shape:
-            count *= size
-        if name.endswith(".weight_packed"):
-            count *= 8
-        if not name.endswith((".weight_scale", ".weight_shape", "_scale_inv")):
-            parameters[component] += count
-        stored[component] += entry.end - entry.begin
-        dtypes[entry.dtype] += entry.end - entry.begin
-    return dict(parameters), dict(stored), dict(dtypes)
+def _read_config(folder: Path, summary: Summary) -> tuple[nnx.Module, int | None]:
+    """Returns the abstract model and its number of layers, None for a drafter."""
+    if read_json(folder / "config.json").get("architectures") == ["DFlashDraftModel"]:
+        draft = DraftConfig.from_folder(folder)
+        summary.kind, summary.facts = "drafter", _draft_facts(draft)
+        return abstract(lambda rngs: Drafter(draft, dtype=jnp.float32, rngs=rngs)), None
+    model = ModelConfig.from_folder(folder)
+    summary.kind, summary.facts = "target", _model_facts(model)
+    module = abstract(lambda rngs: Target(model, dtype=jnp.float32, rngs=rngs))
+    return module, model.num_hidden_layers
+
+
+def _count(checkpoint: Checkpoint, summary: Summary) -> None:
+    files = set()
+    for name, entry in checkpoint.entries.items():
+        label = next((label for part, label in _COMPONENTS if part in name), "other")
+        component = summary.components.setdefault(label, Component())
+        if not name.endswith(_COMPANIONS):
+            words = _INT4_IN_A_WORD if name.endswith(".weight_packed") else 1
+            component.parameters += words * math.prod(entry.shape)
+        sizes = component.bytes_by_dtype
+        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.size_bytes
+        files.add(entry.file)
+    summary.files, summary.file_bytes = len(files), checkpoint.total_bytes()
+    summary.skipped = dict(Counter(checkpoint.skipped.values()))
+    summary.ignored_files = list(checkpoint.ignored_files)
 
 
 def _model_facts(config: ModelConfig) -> dict[str, Any]:
-    width = config.kv_lora_rank + config.qk_rope_head_dim
+    row = config.kv_lora_rank + config.qk_rope_head_dim
     return {
-        "layers": f"{config.num_hidden_layers} ({len(config.dense_layer_ids)} dense)",
-        "hidden_size": config.hidden_size,
+        "model type": config.model_type,
+        "layers": config.num_hidden_layers,
+        "dense layers": len(config.dense_layer_ids),
+        "hidden size": config.hidden_size,
         "attention heads": config.num_attention_heads,
-        "experts": f"{config.n_routed_experts}, {config.num_experts_per_tok} a token, "
-        f"{config.n_shared_experts} shared",
+        "routed experts": config.n_routed_experts,
+        "experts a token": config.num_experts_per_tok,
+        "shared experts": config.n_shared_experts,
         "vocabulary": config.vocab_size,
         "context": config.max_position_embeddings,
         "quantization": config.quantization.value,
+        "cache bytes a token (BF16)": 2 * config.num_hidden_layers * row,
         "end tokens": list(config.eos_token_ids),
-        "cache bytes a token (bfloat16)": 2 * config.num_hidden_layers * width,
     }
 
 
 def _draft_facts(config: DraftConfig) -> dict[str, Any]:
-    width = 2 * config.num_key_value_heads * config.head_dim
+    row = 2 * config.num_key_value_heads * config.head_dim
     return {
         "layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
+        "hidden size": config.hidden_size,
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
         "block size": config.block_size,
+        "drafted tokens a pass": config.depth,
         "mask token": config.mask_token_id,
         "target layers read": list(config.target_layer_ids),
         "target layers in all": config.num_target_layers,
         "vocabulary": config.vocab_size,
-        "rotary amplitude": config.rope.amplitude,
-        "cache bytes a token (bfloat16)": 2 * config.num_hidden_layers * width,
+        "cache bytes a token (BF16)": 2 * config.num_hidden_layers * row,
     }

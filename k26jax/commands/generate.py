@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import shutil
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,129 +17,197 @@ from k26jax.commands.options import (
     engine_options,
     sampling_options,
 )
+from k26jax.commands.terminal import Startup, say, uses_color
 from k26jax.commands.trees import draw_tree
+from k26jax.config import Algorithm, EngineConfig
+from k26jax.engine.request import SamplingParams
 from k26jax.errors import RequestError
 
 if TYPE_CHECKING:
-    from k26jax.engine.output import CompletionOutput
+    from k26jax.engine.output import CompletionOutput, StreamChunk
     from k26jax.llm import LLM
+
+MAX_TOKENS = 128
+_SHOWN_PROMPT = 2000
 
 
 def add(commands: Any) -> None:
     """Adds the command's parser."""
-    parser = commands.add_parser("generate", help="continue one prompt", description=__doc__)
+    parser = commands.add_parser(
+        "generate",
+        help="continue one prompt",
+        description="Continues one prompt. The text goes to standard output, all else to standard "
+        "error. The prompt is taken as it is, without a chat template.",
+    )
     parser.add_argument("prompt", nargs="?", help="text; '-' or nothing: read standard input")
-    parser.add_argument("--prompt-file", type=Path, help="read the prompt from a file")
     parser.add_argument(
-        "--show-trees", action="store_true", help="draw each step's draft tree and accepted path"
+        "--prompt-file", type=Path, metavar="FILE", help="read the prompt from a UTF-8 file"
+    )
+    parser.add_argument(
+        "--show-trees",
+        action="store_true",
+        help="draw each step's draft tree; full circles mark the accepted path",
     )
     parser.add_argument(
         "--compare-plain",
         action="store_true",
-        help="decode plainly too; print both speeds and whether the tokens are the same",
+        help="decode the prompt plainly too, with the same weights; print both speeds and whether "
+        "the tokens are the same; exit with 1 if they are not",
     )
-    add_sampling_options(parser, max_tokens=128)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object in place of the text"
+    )
+    add_sampling_options(parser, max_tokens=MAX_TOKENS)
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 if plain decoding was asked for and gave other tokens."""
-    prompt = _prompt(args)
-    options = {"max_running_requests": 1} | engine_options(args)
-    drafted = _decode(prompt, args, options, show=True)
-    if not args.compare_plain:
-        return 0
-    _say("")
-    plain = _decode(prompt, args, options | {"speculative_algorithm": "NONE"}, show=False)
-    same = plain.token_ids == drafted.token_ids
-    if plain.metrics.tokens_per_second:
-        ratio = drafted.metrics.tokens_per_second / plain.metrics.tokens_per_second
-        _say(f"speed over plain decoding: {ratio:.2f} times")
-    _say(f"same tokens as plain decoding: {'yes' if same else 'no'}")
+    # Everything that can be wrong with the request is found before minutes go into loading.
+    params = SamplingParams(**sampling_options(args))
+    options: dict[str, Any] = {"max_running_requests": 1, **engine_options(args)}
+    config = EngineConfig(**options)
+    if args.compare_plain and config.algorithm is Algorithm.NONE:
+        raise RequestError(
+            "--compare-plain compares with a drafter; give --speculative-draft-model-path"
+        )
+    params = dataclasses.replace(params, seed=config.seed)
+    prompt = _read_prompt(args)
+    from k26jax.llm import LLM
+
+    startup = Startup()
+    with LLM(**options, on_load=startup.on_load, on_compile=startup.on_compile) as llm:
+        if args.show_trees:
+            startup.on_compile("traced_steps")
+            llm.engine.runner.warm_up_traces()
+        startup.ready(_describe(config))
+        output, steps = _stream(llm, prompt, params, args)
+        _report(output)
+        prompt_tokens = len(llm.encode(prompt))
+        record = output.record(prompt_tokens) | ({"steps": steps} if args.show_trees else {})
+        same = True
+        if args.compare_plain:
+            same, record["compare_plain"] = _compare(llm, prompt, params, output)
+        if args.json:
+            print(json.dumps(record), flush=True)
     return 0 if same else 1
 
 
-def _prompt(args: argparse.Namespace) -> str:
-    if args.prompt_file is not None:
-        if args.prompt is not None:
-            raise RequestError("a prompt and --prompt-file are both given; give one")
-        try:
-            return args.prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"--prompt-file {args.prompt_file}: {error}") from error
-    if args.prompt in (None, "-"):
+def _read_prompt(args: argparse.Namespace) -> str:
+    if args.prompt_file is not None and args.prompt is not None:
+        raise RequestError("a prompt and --prompt-file are both given; give one")
+    try:
+        if args.prompt_file is not None:
+            return args.prompt_file.read_bytes().decode("utf-8-sig")
+        if args.prompt not in (None, "-"):
+            return args.prompt
+        if sys.stdin.isatty():
+            say("reading the prompt from standard input; end it with Ctrl-D on a line of its own")
         return sys.stdin.read()
-    return args.prompt
+    except (OSError, UnicodeDecodeError) as error:
+        name = args.prompt_file or "standard input"
+        raise RequestError(f"the prompt cannot be read from {name}: {error}") from error
 
 
-def _decode(
-    prompt: str, args: argparse.Namespace, options: dict[str, Any], *, show: bool
-) -> CompletionOutput:
-    from k26jax.engine.request import SamplingParams
-    from k26jax.llm import LLM
+def _describe(config: EngineConfig) -> str:
+    if config.algorithm is Algorithm.DDTREE:
+        return f"DDTREE, {config.speculative_ddtree_budget} nodes a tree"
+    return "plain decoding" if config.algorithm is Algorithm.NONE else config.algorithm.value
 
-    # Checked before minutes are spent on loading.
-    params = SamplingParams(**sampling_options(args))
-    with _load(LLM, options) as llm:
-        algorithm = llm.config.algorithm.value
-        if show:
-            print(prompt, end="", flush=True)
-        chunks = llm.stream(prompt, params, trace=show and args.show_trees)
-        output = None
-        for step, chunk in enumerate(chunks):
-            if show:
-                print(chunk.text, end="", flush=True)
-            for trace in chunk.traces:
-                _say("")
-                _say(f"step {step}: {len(trace.path)} of {len(trace.token_ids)} nodes accepted")
-                _say(draw_tree(trace, lambda token: _token_text(llm, token), _is_tty()))
-            output = chunk.output or output
-        if show:
-            print(flush=True)
+
+def _stream(
+    llm: LLM, prompt: str, params: SamplingParams, args: argparse.Namespace
+) -> tuple[CompletionOutput, list[dict[str, Any]]]:
+    """Returns the output and the drawn trees; shows the text as it comes, or after the trees."""
+    show_text = not args.json
+    if sys.stderr.isatty():
+        say(prompt if len(prompt) <= _SHOWN_PROMPT else "..." + prompt[-_SHOWN_PROMPT:], end="")
+    draw = _tree_drawer(llm)
+    output, steps = None, []
+    for step, chunk in enumerate(llm.stream(prompt, params, trace=args.show_trees)):
+        if args.show_trees:
+            if step == 0:
+                say()
+            draw(step, chunk)
+            steps += [dataclasses.asdict(trace) for trace in chunk.traces]
+        elif show_text:
+            print(chunk.text, end="", flush=True)
+        output = chunk.output or output
     assert output is not None
-    _report(algorithm, output)
-    return output
+    if args.show_trees and show_text:
+        say()
+        print(output.text, end="")
+    if show_text:
+        print(flush=True)
+    return output, steps
 
 
-def _load(make: type[LLM], options: dict[str, Any]) -> LLM:
-    begun = time.perf_counter()
-    seen: dict[str, float] = {}
-
-    def on_load(what: str, done: int, total: int) -> None:
-        if done >= total and what not in seen:
-            seen[what] = time.perf_counter()
-            _say(f"{what}: {total / 1e6:.1f} MB read, {seen[what] - begun:.1f} s")
-
-    def on_compile(name: str) -> None:
-        _say(f"compiling {name} ({time.perf_counter() - begun:.1f} s)")
-
-    options = dict(options)
-    llm = make(options.pop("model_path"), on_load=on_load, on_compile=on_compile, **options)
-    _say(f"ready after {time.perf_counter() - begun:.1f} s: {llm.config.algorithm.value}")
-    return llm
-
-
-def _report(algorithm: str, output: CompletionOutput) -> None:
-    metrics = output.metrics
-    _say(
-        f"{algorithm}: {metrics.generated_tokens} tokens ({output.finish_reason}), "
-        f"{metrics.tokens_per_second:.1f} tokens per second, "
-        f"{metrics.accept_length:.2f} tokens per target forward "
-        f"({metrics.target_forwards} forwards), first token after {metrics.ttft_seconds:.3f} s"
-    )
-
-
-def _token_text(llm: LLM, token: int) -> str:
+def _tree_drawer(llm: LLM) -> Callable[[int, StreamChunk], None]:
     tokenizer = llm.engine.loaded.tokenizer
-    if tokenizer is None:
-        return str(token)
-    return repr(tokenizer.token_bytes(token).decode("utf-8", "replace"))
+    color, width = uses_color(), shutil.get_terminal_size((100, 24)).columns
+
+    def text_of(*tokens: int) -> str:
+        if tokenizer is None:
+            return " ".join(map(str, tokens))
+        return repr(tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def draw(step: int, chunk: StreamChunk) -> None:
+        if step == 0:
+            say(f"prefill: {text_of(*chunk.token_ids)}")
+        for trace in chunk.traces:
+            say(
+                f"\nstep {step}: {len(trace.path) - 1} of {len(trace.token_ids) - 1} drafted nodes "
+                f"accepted, emits {text_of(*chunk.token_ids)}"
+            )
+            say(draw_tree(trace, text_of, width=width - 1, color=color))
+
+    return draw
 
 
-def _is_tty() -> bool:
-    return sys.stderr.isatty()
+def _report(output: CompletionOutput) -> None:
+    metrics = output.metrics
+    lengths = metrics.accept_lengths
+    say(
+        f"\n{metrics.generated_tokens} tokens ({output.finish_reason}), "
+        f"{metrics.tokens_per_second:.1f} tokens per second as shown, prefill "
+        f"{metrics.ttft_seconds:.3f} s"
+    )
+    if lengths:
+        say(
+            f"{metrics.accept_length:.2f} tokens per target forward ({metrics.target_forwards} "
+            f"forwards), accept length {sum(lengths) / len(lengths):.2f}"
+        )
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _compare(
+    llm: LLM, prompt: str, params: SamplingParams, shown: CompletionOutput
+) -> tuple[bool, dict[str, Any]]:
+    """Returns whether plain decoding gives the same tokens, and both speeds.
+
+    Both run without streaming and without trees, each after a short run to warm up.
+    """
+    startup = Startup()
+    plain = llm.without_drafter(startup.on_compile)
+    startup.ready("plain decoding")
+    runs = []
+    for engine in (llm, plain):
+        engine.generate(prompt, dataclasses.replace(params, max_tokens=2), raise_on_error=True)
+        runs.append(engine.generate(prompt, params, raise_on_error=True)[0].outputs[0])
+    plain.shutdown()
+    drafted, alone = (run.metrics.tokens_per_second for run in runs)
+    for name, run in zip((_describe(llm.config), "plain decoding"), runs, strict=True):
+        say(
+            f"{name}: {run.metrics.tokens_per_second:.1f} tokens per second, "
+            f"{run.metrics.target_forwards} target forwards"
+        )
+    if alone:
+        say(f"speed over plain decoding: {drafted / alone:.2f} times")
+    same = all(run.token_ids == shown.token_ids for run in runs)
+    say(f"same tokens: {'yes' if same else 'no'}")
+    return same, {
+        "same_tokens": same,
+        "plain_token_ids": runs[1].token_ids,
+        "tokens_per_second": drafted,
+        "plain_tokens_per_second": alone,
+    }

@@ -6,85 +6,124 @@ import argparse
 import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from k26jax.commands.terminal import say
 from k26jax.config import EngineConfig
-from k26jax.errors import RequestError
+from k26jax.engine.request import SamplingParams
+from k26jax.errors import RequestError, nearest
 
 ENVIRONMENT_PREFIX = "K26JAX_"
+_DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
+# Field, type, metavar, help.
+_SAMPLING = (
+    ("temperature", float, "T", "0: greedy"),
+    ("top_k", int, "K", "keep the K most likely tokens; 0: all"),
+    ("top_p", float, "P", "keep the most likely tokens of probability P together; 1: all"),
+    ("min_p", float, "P", "keep tokens at least P times as likely as the likeliest; 0: all"),
+)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for every field of EngineConfig; `K26JAX_<FIELD>` sets it too."""
-    hints = typing.get_type_hints(EngineConfig)
-    group = parser.add_argument_group("engine")
+    """Adds a flag for every field of EngineConfig."""
+    group = parser.add_argument_group(
+        "engine",
+        f"Each of these may be set in the environment too: {ENVIRONMENT_PREFIX} and the flag's "
+        f"name in capitals, such as {_variable('model_path')}. The flag wins.",
+    )
     for item in fields(EngineConfig):
-        flag = "--" + item.name.replace("_", "-")
-        shown = "required" if item.name == "model_path" else f"default: {item.default}"
+        shown = ""
+        if item.name == "model_path":
+            shown = " (required)"
+        elif item.default is not None:
+            shown = f" (default: {item.default})"
         group.add_argument(
-            flag,
+            "--" + item.name.replace("_", "-"),
             *item.metadata.get("aliases", []),
             dest=item.name,
-            type=_reader(item.name, hints[item.name]),
+            type=_readers()[item.name],
             choices=item.metadata.get("choices"),
             default=None,
             metavar=item.name.rpartition("_")[2].upper(),
-            help=f"{item.metadata['help']} ({shown})".replace("%", "%%"),
+            help=(item.metadata["help"] + shown).replace("%", "%%"),
         )
 
 
 def engine_options(
     args: argparse.Namespace, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Returns the engine options given by flag, or else by environment variable.
+    """Returns the engine options that a flag gives, or else an environment variable.
+
+    An empty variable counts as not set. This is the only place that reads them.
 
     Raises: RequestError if there is no model path, or a variable cannot be read.
     """
-    hints = typing.get_type_hints(EngineConfig)
+    known = {_variable(item.name) for item in fields(EngineConfig)}
+    for variable in environment:
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known:
+            say(f"note: no option reads the variable {variable}{nearest(variable, known)}")
     options = {}
-    for item in fields(EngineConfig):
-        value = getattr(args, item.name)
-        name = ENVIRONMENT_PREFIX + item.name.upper()
-        if value is None and name in environment:
+    for name, reader in _readers().items():
+        value = getattr(args, name)
+        text = environment.get(_variable(name))
+        if value is None and text:
             try:
-                value = _reader(item.name, hints[item.name])(environment[name])
+                value = reader(text)
             except (ValueError, argparse.ArgumentTypeError) as error:
-                raise RequestError(f"{name} = {environment[name]!r}: {error}") from None
+                raise RequestError(f"{_variable(name)} = {text!r}: {error}") from None
         if value is not None:
-            options[item.name] = value
+            options[name] = value
     if "model_path" not in options:
-        raise RequestError("no model given; use --model-path FOLDER or K26JAX_MODEL_PATH")
+        raise RequestError(f"no model given; use --model-path FOLDER or {_variable('model_path')}")
     return options
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Adds the flags of SamplingParams that fit a command line."""
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
+    """Adds the flags of SamplingParams that fit a command line.
+
+    Args:
+      max_tokens: default; None: until the context is full.
+    """
     group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=float, default=1.0, help="0: greedy (default: 1.0)")
-    group.add_argument("--top-k", type=int, default=0, help="0: off (default)")
-    group.add_argument("--top-p", type=float, default=1.0, help="1: off (default)")
-    group.add_argument("--min-p", type=float, default=0.0, help="0: off (default)")
+    for name, kind, metavar, text in _SAMPLING:
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            type=kind,
+            default=_DEFAULTS[name],
+            metavar=metavar,
+            help=f"{text} (default: {_DEFAULTS[name]})",
+        )
+    limit = "until the context is full" if max_tokens is None else max_tokens
     group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, help=f"(default: {max_tokens})"
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help=f"tokens to generate at most (default: {limit})",
     )
-    group.add_argument("--stop", action="append", metavar="TEXT", help="may be given repeatedly")
-    group.add_argument("--stop-token-id", action="append", type=int, metavar="ID")
-    group.add_argument("--ignore-eos", action="store_true", help="go on past the end token")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
+    )
+    group.add_argument(
+        "--stop-token-id",
+        action="append",
+        type=int,
+        dest="stop_token_ids",
+        metavar="ID",
+        help="end after this token; may be repeated",
+    )
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on past the model's own end tokens"
+    )
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the keyword arguments of SamplingParams that the flags give."""
-    names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "ignore_eos")
-    return {name: getattr(args, name) for name in names} | {"stop_token_ids": args.stop_token_id}
-
-
-def _reader(name: str, hint: Any):
-    kinds = {kind for kind in (typing.get_args(hint) or (hint,)) if kind is not type(None)}
-    if kinds != {int}:
-        return str
-    return tokens if name == "context_length" else int
+    # The flag --seed is the engine's; the command decides what it means for a request.
+    names = _DEFAULTS.keys() - {"seed"}
+    return {name: value for name, value in vars(args).items() if name in names}
 
 
 def tokens(text: str) -> int:
@@ -92,7 +131,20 @@ def tokens(text: str) -> int:
 
     Raises: ArgumentTypeError if the text is no number.
     """
-    match = re.fullmatch(r"(\d+)([kKmM]?)", text)
+    match = re.fullmatch(r"([0-9]{1,12})([kKmM]?)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens like 4096 or 64k")
     return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
+def _readers() -> dict[str, Callable[[str], Any]]:
+    """Returns, by field of EngineConfig, what turns text into its value."""
+    readers: dict[str, Callable[[str], Any]] = {}
+    for name, hint in typing.get_type_hints(EngineConfig).items():
+        kinds = set(typing.get_args(hint) or (hint,)) - {type(None)}
+        readers[name] = tokens if name == "context_length" else int if kinds == {int} else str
+    return readers

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -63,7 +62,7 @@ class Engine:
 
     def run(
         self,
-        requests: Sequence[Request],
+        requests: Iterable[Request],
         *,
         steps_per_dispatch: int | None = None,
         trace: bool = False,
@@ -73,17 +72,22 @@ class Engine:
         If the caller stops early, all slots are freed.
 
         Args:
+          requests: read one by one, each when a slot is free for it.
           steps_per_dispatch: steps between two looks of the host; default: the configured number.
           trace: record the trees of each step.
         """
-        waiting = deque(enumerate(requests))
+        waiting = enumerate(requests)
+        is_more = True
         slots: dict[int, _Running] = {}
         limit = steps_per_dispatch or self.loaded.config.steps_per_dispatch
         try:
-            while waiting or slots:
+            while is_more or slots:
                 for slot in [s for s in range(self.runner.slots) if s not in slots]:
-                    if waiting:
-                        yield from self._admit(slot, waiting.popleft(), slots)
+                    item = next(waiting, None)
+                    is_more = item is not None
+                    if item is None:
+                        break
+                    yield from self._admit(slot, item, slots)
                 if slots:
                     steps = self.runner.run(limit, record_trees=trace)
                     yield from self._read(steps, slots)

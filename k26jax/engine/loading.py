@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,17 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         eos_ids=tuple(dict.fromkeys(eos_ids)),
         context_length=context_length,
         dtype=dtype,
+    )
+
+
+def without_drafter(loaded: Loaded) -> Loaded:
+    """Returns the same target, its arrays shared, for plain decoding."""
+    return replace(
+        loaded,
+        config=replace(loaded.config, speculative_algorithm=Algorithm.NONE.value),
+        models=Models(loaded.models.target),
+        params={"target": loaded.params["target"]},
+        plan=Plan.plain(loaded.plan.kernels),
     )
 
 

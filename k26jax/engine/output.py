@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from k26jax.engine.request import Request
 from k26jax.text.detokenize import Detokenizer
@@ -72,6 +73,24 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: int | str | None
     metrics: RequestMetrics
+
+    def record(self, prompt_tokens: int) -> dict[str, Any]:
+        """Returns what machines read of it: an object that JSON can hold."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": len(self.token_ids),
+            },
+            "metrics": {
+                "accept_length": self.metrics.accept_length,
+                "target_forwards": self.metrics.target_forwards,
+                "tokens_per_second": self.metrics.tokens_per_second,
+                "ttft_seconds": self.metrics.ttft_seconds,
+            },
+        }
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,9 @@ class SamplingParams:
                 raise RequestError(
                     f"{item.name} = {value!r} is not supported yet; leave it at {item.default!r}"
                 )
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} = {getattr(self, name)!r}, expected true or false")
         _in_range("n", self.n, 1, 128)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_k", self.top_k, -1, 1 << 30)
@@ -96,14 +99,18 @@ class SamplingParams:
         if self.seed is not None:
             _in_range("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         check_stop(self.stop_strings)
-        if any(isinstance(i, bool) or not isinstance(i, int) for i in self.stop_token_ids or ()):
-            raise RequestError(f"stop_token_ids = {self.stop_token_ids!r}, expected integers")
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        is_list = isinstance(ids, Sequence) and not isinstance(ids, str)
+        if not is_list or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise RequestError(f"stop_token_ids = {ids!r}, expected a list of integers")
 
     @property
     def stop_strings(self) -> list[str]:
         """The stop strings as a list."""
         if self.stop is None:
             return []
+        if not isinstance(self.stop, Sequence):
+            raise RequestError(f"stop = {self.stop!r}, expected a string or a list of strings")
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
 

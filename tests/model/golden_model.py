@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fixtures.quick import quick_jit
 
 from k26jax.checkpoint.load import load_params
 from k26jax.checkpoint.reader import open_checkpoint
@@ -138,7 +139,7 @@ class GoldenModel:
         module = abstract(lambda rngs: Target(config, dtype=jnp.float32, rngs=rngs))
         case = self.plain_cases["prompt"]
 
-        @jax.jit
+        @quick_jit
         def program(params):
             target = bind(module, params)
             visible = jnp.tri(case.ids.size, dtype=bool)[None]
@@ -188,7 +189,7 @@ class GoldenModel:
                 self._probe_layer(probe, target, layer, x, out, positions, visible)
             return probe
 
-        return jax.jit(program)
+        return quick_jit(program)
 
     def _probe_layer(self, probe, target, layer, x, out, positions, visible) -> None:
         eps = self.config.rms_norm_eps
@@ -231,7 +232,7 @@ class GoldenModel:
             )
             return cache, target.logits(rows.hidden), rows
 
-        return jax.jit(program)
+        return quick_jit(program)
 
     def _cache(self, fill: float) -> LatentCache:
         cases = self.plain_cases.values()

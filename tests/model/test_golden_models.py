@@ -21,9 +21,6 @@ NEEDED = {
     "int4_golden": "dequantized.npz",
 }
 
-# Minutes on a busy machine: one compile a model and form.
-pytestmark = pytest.mark.slow
-
 
 def pytest_generate_tests(metafunc):
     for name in set(NEEDED) & set(metafunc.fixturenames):
