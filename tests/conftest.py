@@ -10,6 +10,10 @@ os.environ["XLA_FLAGS"] = (
 
 import hypothesis
 import pytest
+from jaxtyping import install_import_hook
+
+# Before any module of the package is imported: annotations there are checked on every call.
+install_import_hook(["k26jax.model", "k26jax.pallas", "k26jax.spec"], "shape_checks.checked")
 
 hypothesis.settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=20, print_blob=True

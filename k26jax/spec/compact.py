@@ -22,7 +22,7 @@ def compact(models: Models, state: SpecState, rows: Rows, accepted: Accepted) ->
     """
     slots = jnp.arange(state.anchor.shape[0])
     taken = Rows(
-        hidden=rows.hidden,
+        hidden=_take(rows.hidden, accepted.path),
         c_kv=_take(rows.c_kv, accepted.path[None]),
         k_pe=_take(rows.k_pe, accepted.path[None]),
         features=_take(rows.features, accepted.path),

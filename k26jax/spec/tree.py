@@ -145,8 +145,8 @@ def ancestor_mask(tree: Tree) -> Bool[Array, "... t t"]:
 
 
 def draft_table(
-    logits: Float[Array, "depth w"], budget: int
-) -> tuple[Float32[Array, "depth k"], Int32[Array, "depth k"]]:
+    logits: Float[Array, "*rows w"], budget: int
+) -> tuple[Float32[Array, "*rows k"], Int32[Array, "*rows k"]]:
     """Returns the log-probs and ids of the best min(budget, w) tokens a row.
 
     Args:
