@@ -32,20 +32,11 @@ class ExpertWeights(NamedTuple):
         Args:
           ids: None: all experts.
         """
-        values = _pick(self.values, layer, ids)
+        at = layer if ids is None else (layer, ids)
+        values = self.values[at]
         if self.scales is None:
             return values.astype(dtype)
-        return decode_int4(values, _pick(self.scales, layer, ids), width, dtype)
-
-
-def _pick(stack: jax.Array, layer: int, ids: jax.Array | None) -> jax.Array:
-    if ids is None:
-        return stack[layer]
-    # Slices, since XLA's CPU gather goes element by element.
-    size = (1, 1, *stack.shape[2:])
-    rest = (0,) * (stack.ndim - 2)
-    picked = [lax.dynamic_slice(stack, (layer, e, *rest), size)[0] for e in ids]
-    return jnp.concatenate(picked)
+        return decode_int4(values, self.scales[at], width, dtype)
 
 
 def decode_int4(
