@@ -13,6 +13,7 @@ from flax import nnx
 from k26jax.checkpoint.fp8 import dequantize_fp8_blocks
 from k26jax.checkpoint.int4 import check_weight_shape
 from k26jax.checkpoint.reader import Checkpoint
+from k26jax.config.quantization import FP8_BLOCK
 from k26jax.errors import CheckpointError
 from k26jax.model.parameters import Declaration, Params, declarations, nest
 
@@ -111,7 +112,7 @@ def _check(checkpoint: Checkpoint, name: str, declaration: Declaration) -> Itera
     yield name
     if entry.dtype == "F8_E4M3":
         scale = f"{name}_scale_inv"
-        blocks = tuple(-(-size // 128) for size in entry.shape)
+        blocks = tuple(-(-n // size) for n, size in zip(entry.shape, FP8_BLOCK, strict=True))
         found = checkpoint.entry(scale)
         if tuple(found.shape) != blocks or found.dtype != "F32":
             raise CheckpointError(

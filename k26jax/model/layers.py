@@ -8,16 +8,7 @@ import numpy as np
 from jax import lax
 
 from k26jax.config import RopeConfig
-
-
-def precision_of(x: jax.Array) -> lax.Precision | None:
-    """Returns full precision for float32 operands, which a GPU would otherwise round to TF32."""
-    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-
-
-def contract(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the einsum of two arrays of one dtype, accumulated in float32, in float32."""
-    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32, precision=precision_of(x))
+from k26jax.pallas.products import contract
 
 
 def linear(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from k26jax.config import ModelConfig
 from k26jax.model.cache import LatentCache
-from k26jax.model.layers import contract, linear, rms_norm, rope_tables, rotate
+from k26jax.model.layers import linear, rms_norm, rope_tables, rotate
 from k26jax.model.parameters import Source, declare, ones
+from k26jax.pallas.products import contract
 from k26jax.pallas.tree_mla import tree_mla
 
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from k26jax.config import ModelConfig, Quantization
-from k26jax.model.layers import contract
 from k26jax.model.mlp import SwiGLU
 from k26jax.model.parameters import Source, declare
 from k26jax.pallas.int4_moe import ExpertWeights, experts
 from k26jax.pallas.int4_moe.reference import GROUP_SIZE
+from k26jax.pallas.products import contract
 from k26jax.pallas.router import route
 
 

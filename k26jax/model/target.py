@@ -10,11 +10,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from k26jax.config import ModelConfig
-from k26jax.model.layers import contract, rms_norm
+from k26jax.model.layers import rms_norm
 from k26jax.model.mla import MLA, Context
 from k26jax.model.mlp import SwiGLU
 from k26jax.model.moe import MoE
 from k26jax.model.parameters import Source, declare, ones
+from k26jax.pallas.products import contract
 
 Attend = Callable[[int, jax.Array], jax.Array]
 

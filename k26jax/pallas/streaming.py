@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from k26jax.pallas.products import contract
+
 KEY_BLOCK = 128
 _MASKED = -1e30
 
@@ -50,27 +52,14 @@ def _absorb(query: jax.Array, block: Block, scale: float, state: Block) -> Block
     keys, values, visible = block
     highest, total, weighted = state
     seen = visible[:, :, None, None, :]
-    precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
-    scores = jnp.einsum(
-        "btnge,bsne->btngs",
-        query,
-        keys,
-        preferred_element_type=jnp.float32,
-        precision=precision,
-    )
+    scores = contract("btnge,bsne->btngs", query, keys)
     scores = jnp.where(seen, scores * scale, _MASKED)
     new_highest = jnp.maximum(highest, scores.max(axis=-1))
     weights = jnp.where(seen, jnp.exp(scores - new_highest[..., None]), 0.0)
     shrink = jnp.exp(highest - new_highest)
     # A key that nobody may see can hold NaN, and zero times NaN is NaN.
     held = jnp.where(visible.any(axis=1)[:, :, None, None], values, 0)
-    update = jnp.einsum(
-        "btngs,bsnv->btngv",
-        weights.astype(query.dtype),
-        held,
-        preferred_element_type=jnp.float32,
-        precision=precision,
-    )
+    update = contract("btngs,bsnv->btngv", weights.astype(query.dtype), held)
     return (
         new_highest,
         total * shrink + weights.sum(axis=-1),

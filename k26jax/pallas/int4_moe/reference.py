@@ -1,4 +1,4 @@
-"""Routed experts in plain JAX: the meaning (`dense`), and forms that read chosen experts only."""
+"""Routed experts in plain JAX: the meaning (`dense`), and forms for few rows and for many."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
+
+from k26jax.pallas.products import contract
 
 GROUP_SIZE = 32
 BLOCK_ROWS = 64
@@ -49,10 +51,7 @@ def decode_int4(
 
     Word w of a row holds columns 8w to 8w + 7, lowest nibble first, as offset binary.
     """
-    # A small table of shifts would be hoisted out of a loop and loaded for every weight.
-    shape = (*packed.shape, 8)
-    shifts = 4 * lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    nibbles = (packed[..., None] >> shifts) & 15
+    nibbles = (packed[..., None] >> (4 * jnp.arange(8, dtype=jnp.int32))) & 15
     values = nibbles.reshape(*packed.shape[:-1], -1)[..., :width] - 8
     grouped = values.reshape(*values.shape[:-1], -1, GROUP_SIZE).astype(jnp.float32)
     product = grouped * scales.astype(jnp.float32)[..., None]
@@ -71,8 +70,8 @@ def experts(
 ) -> Float32[Array, "t d"]:
     """Returns sum over k of topk_weights * expert(x).
 
-    An expert's matrices are decoded once for all rows that share it, and experts that nobody chose
-    are not read.
+    A token's weight is multiplied in before the down product. An expert's matrices are decoded
+    once for all the rows of a block that share it.
 
     Args:
       topk_ids: an id outside the experts takes no part.
@@ -106,9 +105,10 @@ def by_expert(
     *,
     layer: int,
 ) -> Float32[Array, "t d"]:
-    """Returns the same as `experts`, by running every chosen expert, a few at once, on every row.
+    """Returns the same as `experts`, by running every chosen expert, some at once, on every row.
 
-    For few rows: a product of eight rows takes as long as one of two.
+    For few rows: one large product over several experts is faster on a CPU than one for each. As
+    many experts as are run at once anyway are all run, without looking which were chosen.
     """
     n_experts = gate.values.shape[1]
     if n_experts <= min(EXPERTS_AT_ONCE, topk_ids.size):
@@ -150,19 +150,18 @@ def grouped(
     n_experts, n_pairs = gate.values.shape[1], topk_ids.size
     plan = _plan_blocks(topk_ids.reshape(-1), n_experts, BLOCK_ROWS)
     top_k = topk_ids.shape[1]
+    pair_weights = jnp.append(topk_weights.reshape(-1), 0.0)
 
     def run_block(block: jax.Array, out: jax.Array) -> jax.Array:
         place = plan.first[block] + jnp.arange(BLOCK_ROWS)
         pair = jnp.where(place < plan.end[block], plan.order[place], n_pairs)
         picked = x[jnp.minimum(pair // top_k, x.shape[0] - 1)]
-        whole = jnp.ones((BLOCK_ROWS, 1), jnp.float32)
-        result = _run(picked, plan.expert[block][None], whole, gate, up, down, layer)
+        share = pair_weights[pair][:, None]
+        result = _run(picked, plan.expert[block][None], share, gate, up, down, layer)
         return out.at[pair].set(result, mode="drop")
 
     out = lax.fori_loop(0, plan.n_blocks, run_block, jnp.zeros((n_pairs, x.shape[1]), jnp.float32))
-    # A pair that takes no part has no row in any block, so its weight meets a zero.
-    weighted = out.reshape(*topk_ids.shape, -1) * topk_weights[..., None]
-    return weighted.sum(axis=1)
+    return out.reshape(*topk_ids.shape, -1).sum(axis=1)
 
 
 def _run(
@@ -183,11 +182,11 @@ def _run(
 
     # One product over all experts' columns and one over all their rows, the shares folded in
     # between: a few large products keep a CPU busier than many small ones.
-    hidden = jax.nn.silu(_product("ti,oi->to", x, columns(gate)))
-    hidden = hidden * _product("ti,oi->to", x, columns(up))
+    hidden = jax.nn.silu(contract("ti,oi->to", x, columns(gate)))
+    hidden = hidden * contract("ti,oi->to", x, columns(up))
     hidden = (hidden.reshape(rows, n, inner) * share[..., None]).astype(x.dtype)
     back = down.decode(layer, ids, inner, x.dtype).transpose(0, 2, 1).reshape(n * inner, width)
-    return _product("to,oi->ti", hidden.reshape(rows, n * inner), back)
+    return contract("to,oi->ti", hidden.reshape(rows, n * inner), back)
 
 
 def _shares(topk_ids: jax.Array, topk_weights: jax.Array, n_experts: int) -> jax.Array:
@@ -223,8 +222,3 @@ def _plan_blocks(expert_of_pair: jax.Array, n_experts: int, rows: int) -> _Block
     first = start[expert] + within * rows
     padded = jnp.concatenate([order, jnp.full(rows, n_pairs, order.dtype)])
     return _Blocks(padded, expert, first, (start + count)[expert], block_end[-1])
-
-
-def _product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32, precision=precision)
