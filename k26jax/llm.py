@@ -23,6 +23,18 @@ Prompt = str | Sequence[int]
 _OPTIONS = [item for item in dataclasses.fields(EngineConfig) if item.name != "model_path"]
 
 
+def _signature() -> inspect.Signature:
+    """The constructor's signature with every option spelled out, for help() and editors."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        inspect.Parameter(item.name, keyword, default=item.default, annotation=item.type)
+        for item in _OPTIONS
+    ]
+    model_path = inspect.Parameter("model_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    hooks = [inspect.Parameter(name, keyword, default=None) for name in ("on_load", "on_compile")]
+    return inspect.Signature([model_path, *options, *hooks])
+
+
 class LLM:
     """A loaded model that turns prompts into text.
 
@@ -37,6 +49,8 @@ class LLM:
     Raises: TypeError for an unknown option, naming the nearest; a K26Error for bad folders, values
       or sizes.
     """
+
+    __signature__ = _signature()
 
     def __init__(
         self,
@@ -88,7 +102,9 @@ class LLM:
                 if error is not None:
                     raise error
         flat = [(job, request) for job, (found, _) in enumerate(jobs) for request in found]
-        finished: dict[int, list[CompletionOutput]] = {job: [] for job in range(len(jobs))}
+        finished: dict[int, list[tuple[int, CompletionOutput]]] = {
+            job: [] for job in range(len(jobs))
+        }
         with tqdm(total=len(flat), unit="seq", disable=not use_tqdm) as bar:
             for number, chunk in self.engine.run([request for _, request in flat]):
                 if chunk.output is not None:
@@ -234,7 +250,7 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
+    items: list[Any] = list(prompts)
     if items and all(isinstance(item, int | np.integer) for item in items):
         return [items]
     for item in items:
@@ -253,18 +269,3 @@ def _params_for(
             f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one each"
         )
     return list(params)
-
-
-def _signature() -> inspect.Signature:
-    """The constructor's signature with every option spelled out, for help() and editors."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    options = [
-        inspect.Parameter(item.name, keyword, default=item.default, annotation=item.type)
-        for item in _OPTIONS
-    ]
-    model_path = inspect.Parameter("model_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    hooks = [inspect.Parameter(name, keyword, default=None) for name in ("on_load", "on_compile")]
-    return inspect.Signature([model_path, *options, *hooks])
-
-
-LLM.__signature__ = _signature()

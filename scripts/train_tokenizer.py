@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(".train"))
     parser.add_argument("--out", type=Path, default=Path("checkpoints/k26-tiny"))
     parser.add_argument("--vocab-size", type=int, default=4096, help="with the 256 control tokens")
-    parser.add_argument("--model-max-length", type=int, default=4096)
+    parser.add_argument("--model-max-length", type=int, default=2048)
     args = parser.parse_args()
     ranks = args.vocab_size - SPECIAL_SLOTS
     tokens = train(read_texts(args.data / "train_documents.jsonl"), ranks)

@@ -29,7 +29,7 @@ def optimizer(adam_ratio: float = 0.75) -> optax.GradientTransformation:
     Matrices are the trailing two axes of a stack; embedding, head, router and norms go to Adam.
     """
 
-    def matrices(params: Params) -> Any:
+    def matrices(params: Any) -> Any:
         def kind(path: Any, leaf: jax.Array) -> MuonDimensionNumbers | None:
             name = ".".join(str(part.key) for part in path)
             if any(name.endswith(adam) for adam in ADAM_NAMES):
@@ -51,7 +51,7 @@ def optimizer(adam_ratio: float = 0.75) -> optax.GradientTransformation:
     )
 
 
-def apply(params: Params, updates: Params, rate: jax.Array) -> Params:
+def apply(params: Params, updates: optax.Updates, rate: jax.Array) -> Params:
     """Returns the parameters moved by `rate` times the updates."""
     return jax.tree.map(lambda p, u: p + rate * u, params, updates)
 

@@ -165,7 +165,7 @@ def choose_attention(requested: str) -> str:
         return "package" if requested == "auto" else requested
     query = jax.random.normal(jax.random.key(0), (2, 128, 4, 48), jnp.bfloat16)
 
-    def total(q: jax.Array, implementation: str) -> jax.Array:
+    def total(q: jax.Array, implementation: Any) -> jax.Array:
         out = jax.nn.dot_product_attention(
             q, q[::-1], q * 0.5, is_causal=True, implementation=implementation
         )

@@ -6,7 +6,7 @@ import importlib.util
 import json
 
 import pytest
-from conftest import REPOSITORY
+from fixtures.paths import REPOSITORY
 
 import k26jax.batch as batch
 from k26jax import LLM, SamplingParams

@@ -8,7 +8,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from conftest import REPOSITORY
+from fixtures.paths import REPOSITORY
 from fixtures.shards import edit_header, split_file
 from safetensors import safe_open
 

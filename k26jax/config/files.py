@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from k26jax.errors import ConfigError
 
@@ -56,7 +56,7 @@ class Fields:
             raise ConfigError(
                 f"{self.origin}: field {name!r} is {value!r}, expected {kind.__name__}"
             )
-        return value
+        return cast(T, value)
 
     def positive(self, name: str, default: Any = _MISSING) -> int:
         """Returns an integer field that must be at least 1; required without a default."""

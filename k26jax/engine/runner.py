@@ -171,12 +171,12 @@ class Runner:
         padded = np.zeros(size, np.int32)
         padded[: len(token_ids)] = token_ids
         return Chunk(
-            token_ids=padded,
-            count=np.int32(len(token_ids)),
-            start=np.int32(start),
-            slot=np.int32(slot),
-            is_last=np.bool_(request is not None and rest <= size),
-            max_tokens=np.int32(request.max_tokens if request else 0),
+            token_ids=_host(padded, np.int32),
+            count=_host(len(token_ids), np.int32),
+            start=_host(start, np.int32),
+            slot=_host(slot, np.int32),
+            is_last=_host(request is not None and rest <= size, np.bool_),
+            max_tokens=_host(request.max_tokens if request else 0, np.int32),
             sampling=_sampling_row(request),
         )
 
@@ -185,16 +185,21 @@ def _release(state: SpecState, slot: jax.Array) -> SpecState:
     return dataclasses.replace(state, remaining=state.remaining.at[slot].set(0))
 
 
+def _host(value: Any, dtype: Any) -> Any:
+    """Returns a host array; a compiled program takes it where its records name device arrays."""
+    return np.asarray(value, dtype)
+
+
 def _sampling_row(request: Request | None) -> Sampling:
     stop_ids = np.full((1, MAX_STOP_IDS), -1, np.int32)
     params = request.params if request else SamplingParams(temperature=0)
     if request:
         stop_ids[0, : len(request.stop_ids)] = request.stop_ids
     return Sampling(
-        temperature=np.array([params.temperature], np.float32),
-        top_k=np.array([max(params.top_k, 0)], np.int32),
-        top_p=np.array([params.top_p], np.float32),
-        min_p=np.array([params.min_p], np.float32),
-        seed=seed_words(request.seed if request else 0)[None],
-        stop_ids=stop_ids,
+        temperature=_host([params.temperature], np.float32),
+        top_k=_host([max(params.top_k, 0)], np.int32),
+        top_p=_host([params.top_p], np.float32),
+        min_p=_host([params.min_p], np.float32),
+        seed=_host(seed_words(request.seed if request else 0)[None], np.uint32),
+        stop_ids=_host(stop_ids, np.int32),
     )

@@ -8,7 +8,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from conftest import REPOSITORY
+from fixtures.paths import REPOSITORY
 
 from k26jax import LLM, SamplingParams
 
