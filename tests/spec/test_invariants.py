@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from fixtures.pairs import CAPACITY, Ask, plans, tiny_programs
+from fixtures.quick import quick_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -124,7 +125,7 @@ def _verified(programs, params, state, plan):
 
     key = ("verified", plan)
     cache = programs.__dict__.setdefault("extra", {})
-    program = cache.setdefault(key, jax.jit(run))
+    program = cache.setdefault(key, quick_jit(run))
     return jax.device_get(program(params, state))
 
 
@@ -144,7 +145,7 @@ def _plain_logits(programs, params, sequences):
         row[: len(sequence)] = sequence
     lengths = np.array([len(s) for s in sequences] + [1] * (rows - len(sequences)))
     cache = programs.__dict__.setdefault("extra", {})
-    program = cache.setdefault("plain_logits", jax.jit(run))
+    program = cache.setdefault("plain_logits", quick_jit(run))
     return np.asarray(program(params, ids, lengths))
 
 
