@@ -1,16 +1,20 @@
 """Eight fake CPU devices, shape checks on, strict promotion, one compile cache for all tests."""
 
 import os
+import tempfile
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
-
 import hypothesis
 import pytest
 from jaxtyping import install_import_hook
+
+# What tests compile stays out of the user's cache, and a test's program out of the next run's.
+_CACHE = tempfile.TemporaryDirectory(prefix="k26jax-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 # Before any module of the package is imported: annotations there are checked on every call.
 install_import_hook(["k26jax.model", "k26jax.pallas", "k26jax.spec"], "shape_checks.checked")

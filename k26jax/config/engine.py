@@ -63,6 +63,11 @@ class EngineConfig:
     max_running_requests: int = option(4, "sequences decoded together", aliases=["--max-num-seqs"])
     chunked_prefill_size: int = option(256, "prompt tokens of one prefill pass")
     steps_per_dispatch: int = option(8, "decoding steps run on the device before the host looks")
+    compile_cache_dir: str = option(
+        "auto",
+        "folder of compiled programs, for a faster next start; auto: in the user's cache folder, "
+        "none: keep nothing",
+    )
     seed: int = option(0, "seed of requests that bring none", aliases=["--random-seed"])
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from k26jax.checkpoint.load import load_params
 from k26jax.checkpoint.reader import open_checkpoint
 from k26jax.config import Algorithm, DraftConfig, EngineConfig, ModelConfig
+from k26jax.engine.compile_cache import keep_compiled_programs
 from k26jax.errors import CapacityError, TokenizerError
 from k26jax.model.drafter import Drafter
 from k26jax.model.parameters import Params, abstract
@@ -54,6 +55,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     Raises: ConfigError, CheckpointError, TokenizerError or CapacityError, before any weight is
       used where the fault can be seen in the files' headers.
     """
+    keep_compiled_programs(config.compile_cache_dir)
     folder = Path(config.model_path)
     model_config = ModelConfig.from_folder(folder)
     context_length = _context_length(config, model_config)
