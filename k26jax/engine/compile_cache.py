@@ -9,6 +9,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 OFF = "none"
+_SETTING = "jax_compilation_cache_dir"
 
 
 def keep_compiled_programs(directory: str) -> None:
@@ -20,10 +21,10 @@ def keep_compiled_programs(directory: str) -> None:
     Args:
       directory: "auto": the user's cache folder; "none": leave JAX as it is.
     """
-    if directory == OFF or jax.config.jax_compilation_cache_dir is not None:
+    if directory == OFF or getattr(jax.config, _SETTING) is not None:
         return
     folder = default_folder() if directory == "auto" else Path(directory).expanduser()
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update(_SETTING, str(folder))
     # JAX settles whether it has a cache at its first compilation, which may be past.
     compilation_cache.reset_cache()
 
