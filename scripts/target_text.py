@@ -11,9 +11,10 @@ import numpy as np
 from jax import lax
 from tiny_configs import BOS
 
-from k26jax.model.cache import LatentCache, write_rows
+from k26jax.model.cache import LatentCache
 from k26jax.model.mla import Context
 from k26jax.model.parameters import Params, bind
+from k26jax.pallas.norm import append
 from k26jax.text.tokenizer import Tokenizer
 
 HEAD_TOKENS = 1500
@@ -98,10 +99,8 @@ def continue_prompts(module: Any, params: Params, prompts: Prompts, key: jax.Arr
             valid=jnp.ones((count, 1), bool),
         )
         ones = jnp.ones(count, jnp.int32)
-        cache = LatentCache(
-            write_rows(cache.c_kv, rows.c_kv, slots, lengths, ones),
-            write_rows(cache.k_pe, rows.k_pe, slots, lengths, ones),
-        )
+        old, new = (cache.c_kv, cache.k_pe), (rows.c_kv, rows.k_pe)
+        cache = LatentCache(*append(old, new, slots, lengths, ones))
         logits = target.logits(rows.hidden[:, 0])
         noise = jax.random.gumbel(jax.random.fold_in(key, position), logits.shape)
         draws = position + 1 < prompts.sampled_until

@@ -49,12 +49,10 @@ class TrainingDrafter(Drafter):
         kv_heads, width = self.config.num_key_value_heads, self.config.head_dim
         group = self.config.num_attention_heads // kv_heads
         shape = (batch, n_blocks, -1, kv_heads)
-        query = self._queries(layer, x, positions).reshape(
-            batch, n_blocks, -1, kv_heads, group, width
-        )
-        keys, values = (
-            rows.reshape(*shape, width) for rows in self._keys_values(layer, x, positions)
-        )
+        rows = x.reshape(-1, x.shape[-1])
+        query, keys, values = self.project(layer, rows, self.tables(positions), "reference")
+        query = query.reshape(batch, n_blocks, -1, kv_heads, group, width)
+        keys, values = (part.reshape(*shape, width) for part in (keys, values))
         before = contract("batnge,bsne->bangts", query, context.keys[layer])
         before = jnp.where(seen[:, :, None, None, None], before, -jnp.inf)
         within = contract("batnge,bajne->bangtj", query, keys)

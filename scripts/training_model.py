@@ -72,7 +72,7 @@ class TrainingTarget(Target):
 
     def _fused(self, layer: int, x: jax.Array, positions: jax.Array) -> jax.Array:
         config, mla = self.config, self.self_attn
-        q_nope, q_pe, c_kv, k_pe = mla.project(layer, x, positions)
+        q_nope, q_pe, c_kv, k_pe = mla.heads(layer, x, positions)
         w_uk, w_uv = jnp.split(mla.kv_b_proj[layer].astype(x.dtype), [q_nope.shape[-1]], axis=1)
         k_nope = contract("bsc,hnc->bshn", c_kv, w_uk).astype(x.dtype)
         values = contract("bsc,hvc->bshv", c_kv, w_uv).astype(x.dtype)

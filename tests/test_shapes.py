@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from k26jax.model.cache import LatentCache, write_rows
+from k26jax.model.cache import LatentCache
+from k26jax.pallas.norm import append
 from k26jax.pallas.router.reference import route
 from k26jax.spec.accept import accept, cut_at_stop, follow
 from k26jax.spec.plan import Plan
@@ -86,15 +87,15 @@ def test_sizes_named_by_arguments_are_checked():
     [((2, 1, 3, 5), 1), ((1, 1, 3, 4), 1), ((2, 1, 3, 4), 2)],
     ids=["width", "layers", "slots"],
 )
-def test_write_rows_refuses_rows_of_another_shape(rows, slots):
+def test_append_refuses_rows_of_another_shape(rows, slots):
     index = jnp.zeros(slots, jnp.int32)
-    with pytest.raises(TypeCheckError):
-        write_rows(jnp.zeros((2, 2, 8, 4)), jnp.zeros(rows), index, index, index)
+    with pytest.raises((TypeCheckError, ValueError)):
+        append((jnp.zeros((2, 2, 8, 4)),), (jnp.zeros(rows),), index, index, index)
 
 
 def test_shapes_are_checked_while_tracing():
     index = jax.ShapeDtypeStruct((1,), jnp.int32)
     cache = jax.ShapeDtypeStruct((2, 2, 8, 4), jnp.float32)
-    rows = jax.ShapeDtypeStruct((2, 1, 3, 5), jnp.float32)
+    rows = jax.ShapeDtypeStruct((3, 1, 3, 4), jnp.float32)
     with pytest.raises(TypeCheckError):
-        jax.eval_shape(write_rows, cache, rows, index, index, index)
+        jax.eval_shape(append, (cache,), (rows,), index, index, index)

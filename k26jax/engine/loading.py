@@ -12,12 +12,13 @@ import jax.numpy as jnp
 
 from k26jax.checkpoint.load import load_params
 from k26jax.checkpoint.reader import open_checkpoint
-from k26jax.config import Algorithm, DraftConfig, EngineConfig, ModelConfig
+from k26jax.config import Algorithm, DraftConfig, EngineConfig, ModelConfig, Quantization
 from k26jax.engine.compile_cache import keep_compiled_programs
-from k26jax.errors import CapacityError, TokenizerError
+from k26jax.errors import CapacityError, KernelError, TokenizerError
 from k26jax.model.drafter import Drafter
 from k26jax.model.parameters import Params, abstract
-from k26jax.model.target import Target
+from k26jax.model.target import Target, arranged
+from k26jax.pallas.gpu import architecture
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models
 from k26jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -72,12 +73,15 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         params["drafter"] = _load_arrays(draft_folder, drafter, None, "drafter", progress)
     layers = model_config.num_hidden_layers
     params["target"] = _load_arrays(folder, target, layers, "target", progress)
+    kernels = _kernels(config.kernels, model_config, dtype)
+    if kernels == "pallas":
+        target, params["target"] = arranged(target, params["target"])
     eos_ids = model_config.eos_token_ids + (tokenizer.eos_ids if tokenizer else ())
     return Loaded(
         config=config,
         models=Models(target, drafter),
         params=params,
-        plan=_plan(config, drafter),
+        plan=_plan(config, drafter, kernels),
         tokenizer=tokenizer,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
         context_length=context_length,
@@ -111,14 +115,28 @@ def _load_arrays(
         return load_params(checkpoint, module, progress=advance)
 
 
-def _plan(config: EngineConfig, drafter: Drafter | None) -> Plan:
+def _kernels(choice: str, model_config: ModelConfig, dtype: jnp.dtype) -> str:
+    """Returns the implementation to run; "auto" takes the GPU kernels where they apply."""
+    if choice != "auto":
+        return choice
+    has_layout = model_config.quantization is Quantization.INT4_EXPERTS
+    if jax.default_backend() != "gpu" or dtype != jnp.bfloat16 or not has_layout:
+        return "reference"
+    try:
+        architecture()
+    except KernelError:
+        return "reference"
+    return "pallas"
+
+
+def _plan(config: EngineConfig, drafter: Drafter | None, kernels: str) -> Plan:
     if drafter is None:
-        return Plan.plain(config.kernels)
+        return Plan.plain(kernels)
     block_size = config.speculative_dflash_block_size or drafter.config.block_size
     depth = drafter.config.depth_of(block_size)
     if config.algorithm is Algorithm.DFLASH:
-        return Plan.chain(depth, block_size, config.kernels)
-    return Plan.tree(config.speculative_ddtree_budget, depth, block_size, config.kernels)
+        return Plan.chain(depth, block_size, kernels)
+    return Plan.tree(config.speculative_ddtree_budget, depth, block_size, kernels)
 
 
 def _context_length(config: EngineConfig, model_config: ModelConfig) -> int:

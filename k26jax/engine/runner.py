@@ -119,9 +119,7 @@ class Runner:
 
     def _prefill_program(self, all_logits: bool) -> Callable[..., Any]:
         def program(params: Params, chunk: Chunk, state: SpecState):
-            kernels = self._loaded.plan.kernels
-            models = self._models(params)
-            return prefill(models, chunk, state, all_logits=all_logits, kernels=kernels)
+            return prefill(self._models(params), chunk, state, all_logits=all_logits)
 
         return program
 

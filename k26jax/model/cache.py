@@ -6,7 +6,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from k26jax.config import DraftConfig, ModelConfig
 
@@ -51,22 +51,3 @@ class DraftCache:
         heads = (config.num_key_value_heads, config.head_dim)
         shape = (config.num_hidden_layers, slots, capacity, *heads)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-
-def write_rows(
-    cache: Float[Array, "l slot s *row"],
-    rows: Float[Array, "l b t *row"],
-    slots: Int32[Array, "b"],
-    start: Int32[Array, "b"],
-    count: Int32[Array, "b"],
-) -> Float[Array, "l slot s *row"]:
-    """Returns the cache with count[b] rows of `rows` at start[b] onward in slot slots[b].
-
-    Rows past the count or past the capacity are dropped, so nothing else is touched.
-
-    Donates: cache, where the caller is jitted with it donated.
-    """
-    capacity = cache.shape[2]
-    offset = jnp.arange(rows.shape[2])
-    position = jnp.where(offset < count[:, None], start[:, None] + offset, capacity)
-    return cache.at[:, slots[:, None], position].set(rows.astype(cache.dtype), mode="drop")

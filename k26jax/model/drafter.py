@@ -14,10 +14,12 @@ from jaxtyping import Array, Float, Int32
 
 from k26jax.config import DraftConfig
 from k26jax.model.cache import DraftCache
-from k26jax.model.layers import linear, rms_norm, rope_tables, rotate
+from k26jax.model.layers import flat, rope_tables
 from k26jax.model.mlp import SwiGLU
 from k26jax.model.parameters import Source, declare, ones
+from k26jax.pallas.dense import dense
 from k26jax.pallas.draft_attention import draft_attention
+from k26jax.pallas.norm import add_rms_norm, head_norm, rms_norm
 
 
 class Drafter(nnx.Module):
@@ -64,20 +66,31 @@ class Drafter(nnx.Module):
             rngs, (hidden,), ("hidden",), Source("norm.weight"), dtype=dtype, init=ones
         )
 
-    def context(self, features: Float[Array, "*rows features"]) -> Float[Array, "*rows d"]:
+    def context(
+        self, features: Float[Array, "*rows features"], kernels: str = "reference"
+    ) -> Float[Array, "*rows d"]:
         """Returns the context states of target features."""
-        projected = linear(features.astype(self.dtype), self.fc[...])
-        return rms_norm(projected, self.hidden_norm[...], self.config.rms_norm_eps)
+        rows = flat(features.astype(self.dtype))
+        (projected,) = dense(rows, (self.fc[...][None],), layer=0, kernels=kernels)
+        normed = self._norm(projected, self.hidden_norm[...][None], 0, kernels)
+        return normed.reshape(*features.shape[:-1], -1)
 
     def context_rows(
-        self, features: Float[Array, "slot s features"], positions: Int32[Array, "slot s"]
+        self,
+        features: Float[Array, "slot s features"],
+        positions: Int32[Array, "slot s"],
+        kernels: str = "reference",
     ) -> DraftCache:
         """Returns the cache rows of committed tokens, from target features alone."""
-        context = self.context(features)
-        rows = [
-            self._keys_values(layer, context, positions)
-            for layer in range(self.config.num_hidden_layers)
-        ]
+        context = flat(self.context(features, kernels))
+        tables = self.tables(positions)
+        shape = (*positions.shape, self.config.num_key_value_heads, self.config.head_dim)
+        weights = self.k_proj[...], self.v_proj[...]
+        rows = []
+        for layer in range(self.config.num_hidden_layers):
+            keys, values = dense(context, weights, layer=layer, kernels=kernels)
+            keys = self._rotated(keys, self.k_norm[...], layer, tables, kernels)
+            rows.append((keys.reshape(shape), values.reshape(shape)))
         return DraftCache(
             jnp.stack([keys for keys, _ in rows]), jnp.stack([values for _, values in rows])
         )
@@ -87,7 +100,7 @@ class Drafter(nnx.Module):
         embeddings: Float[Array, "slot t d"],
         cache: DraftCache,
         lengths: Int32[Array, "slot"],
-        kernels: str = "auto",
+        kernels: str = "reference",
     ) -> Float[Array, "slot t d"]:
         """Returns the final-normed states of a block that starts at `lengths`.
 
@@ -95,45 +108,82 @@ class Drafter(nnx.Module):
           embeddings: target embeddings of the anchor and the mask tokens.
           lengths: context rows in use; the anchor's position.
         """
+        shape = embeddings.shape
+        tables = self.tables(lengths[:, None] + jnp.arange(shape[1]))
+        x, change = flat(embeddings), None
+        for layer in range(self.config.num_hidden_layers):
+            x, normed = self._norms(x, change, self.input_layernorm[...], layer, kernels)
+            change = self._attend(layer, normed, tables, shape[:2], cache, lengths, kernels)
+            x, normed = self._norms(x, change, self.post_attention_layernorm[...], layer, kernels)
+            change = self.mlp(layer, normed, kernels)
+        return self._norms(x, change, self.norm[...][None], 0, kernels)[1].reshape(shape)
+
+    def _attend(
+        self,
+        layer: int,
+        x: jax.Array,
+        tables: tuple[jax.Array, jax.Array],
+        shape: tuple[int, ...],
+        cache: DraftCache,
+        lengths: jax.Array,
+        kernels: str,
+    ) -> jax.Array:
+        """Returns the attention block's output for normed rows x [n, d] of blocks of `shape`."""
         config = self.config
-        positions = lengths[:, None] + jnp.arange(embeddings.shape[1])
-        x = embeddings
-        for layer in range(config.num_hidden_layers):
-            normed = rms_norm(x, self.input_layernorm[layer], config.rms_norm_eps)
-            keys, values = self._keys_values(layer, normed, positions)
-            attended = draft_attention(
-                self._queries(layer, normed, positions),
-                cache.keys,
-                cache.values,
-                keys,
-                values,
-                layer=layer,
-                lengths=lengths,
-                window=config.windows[layer],
-                causal=config.causal[layer],
-                scale=config.head_dim**-0.5,
-                kernels=kernels,
-            ).astype(x.dtype)
-            x = x + linear(attended.reshape(*x.shape[:-1], -1), self.o_proj[layer])
-            normed = rms_norm(x, self.post_attention_layernorm[layer], config.rms_norm_eps)
-            x = x + self.mlp(layer, normed)
-        return rms_norm(x, self.norm[...], config.rms_norm_eps)
+        query, keys, values = (
+            rows.reshape(*shape, *rows.shape[1:])
+            for rows in self.project(layer, x, tables, kernels)
+        )
+        attended = draft_attention(
+            query,
+            cache.keys,
+            cache.values,
+            keys,
+            values,
+            layer=layer,
+            lengths=lengths,
+            window=config.windows[layer],
+            causal=config.causal[layer],
+            scale=config.head_dim**-0.5,
+            kernels=kernels,
+        ).astype(x.dtype)
+        heads = attended.reshape(x.shape[0], -1)
+        return dense(heads, (self.o_proj[...],), layer=layer, kernels=kernels)[0]
 
-    def _queries(self, layer: int, x: jax.Array, positions: jax.Array) -> jax.Array:
-        heads = linear(x, self.q_proj[layer])
-        return self._normed_rotated(heads, self.q_norm[layer], positions)
+    def project(
+        self, layer: int, x: jax.Array, tables: tuple[jax.Array, jax.Array], kernels: str
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries, keys and values [n, heads, width] of normed rows x [n, d]."""
+        weights = self.q_proj[...], self.k_proj[...], self.v_proj[...]
+        query, keys, values = dense(x, weights, layer=layer, kernels=kernels)
+        query = self._rotated(query, self.q_norm[...], layer, tables, kernels)
+        keys = self._rotated(keys, self.k_norm[...], layer, tables, kernels)
+        return query, keys, values.reshape(keys.shape)
 
-    def _keys_values(
-        self, layer: int, x: jax.Array, positions: jax.Array
+    def _rotated(
+        self,
+        rows: jax.Array,
+        gains: jax.Array,
+        layer: int,
+        tables: tuple[jax.Array, jax.Array],
+        kernels: str,
+    ) -> jax.Array:
+        heads = rows.reshape(rows.shape[0], -1, self.config.head_dim)
+        eps = self.config.rms_norm_eps
+        return head_norm(heads, gains, *tables, layer=layer, eps=eps, kernels=kernels)
+
+    def tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns cos and sin [n, width / 2] of positions of any shape, one row each."""
+        return rope_tables(positions.reshape(-1), self.config.rope, self.config.head_dim)
+
+    def _norm(self, x: jax.Array, gains: jax.Array, layer: int, kernels: str) -> jax.Array:
+        return rms_norm(x, gains, layer=layer, eps=self.config.rms_norm_eps, kernels=kernels)
+
+    def _norms(
+        self, x: jax.Array, change: jax.Array | None, gains: jax.Array, layer: int, kernels: str
     ) -> tuple[jax.Array, jax.Array]:
-        keys = linear(x, self.k_proj[layer])
-        values = linear(x, self.v_proj[layer])
-        heads = (*x.shape[:-1], self.config.num_key_value_heads, self.config.head_dim)
-        return self._normed_rotated(keys, self.k_norm[layer], positions), values.reshape(heads)
-
-    def _normed_rotated(self, x: jax.Array, gain: jax.Array, positions: jax.Array) -> jax.Array:
-        config = self.config
-        heads = x.reshape(*x.shape[:-1], -1, config.head_dim)
-        cos, sin = rope_tables(positions, config.rope, config.head_dim)
-        normed = rms_norm(heads, gain, config.rms_norm_eps)
-        return rotate(normed, cos[..., None, :], sin[..., None, :], interleaved=False)
+        """Returns x + change, and that normed."""
+        if change is None:
+            return x, self._norm(x, gains, layer, kernels)
+        eps = self.config.rms_norm_eps
+        return add_rms_norm(x, change, gains, layer=layer, eps=eps, kernels=kernels)

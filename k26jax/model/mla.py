@@ -13,9 +13,10 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from k26jax.config import ModelConfig
 from k26jax.model.cache import LatentCache
-from k26jax.model.layers import linear, rms_norm, rope_tables, rotate
+from k26jax.model.layers import contract, flat, linear, rope_tables
 from k26jax.model.parameters import Source, declare, ones
-from k26jax.pallas.products import contract
+from k26jax.pallas.dense import absorb, dense, values
+from k26jax.pallas.norm import latent, rotate_heads
 from k26jax.pallas.tree_mla import tree_mla
 
 
@@ -77,7 +78,98 @@ class MLA(nnx.Module):
         )
         self.o_proj = weight("o_proj", (hidden, heads * value), ("hidden", "head"))
 
+    def tables(self, positions: Int32[Array, "..."]) -> tuple[jax.Array, jax.Array]:
+        """Returns cos and sin [n, r / 2] of positions of any shape, one row each."""
+        return rope_tables(positions.reshape(-1), self.config.rope, self.config.qk_rope_head_dim)
+
     def project(
+        self,
+        layer: int,
+        x: Float[Array, "row d"],
+        tables: tuple[jax.Array, jax.Array],
+        kernels: str,
+    ) -> tuple[Float[Array, "row h qk"], Float[Array, "row c"], Float[Array, "row r"]]:
+        """Returns the queries, not rotated yet, c_kv and k_pe.
+
+        Args:
+          x: normed hidden states.
+          tables: cos and sin of the rows' positions.
+        """
+        config = self.config
+        latent_norm = {
+            "layer": layer,
+            "eps": config.latent_norm_eps,
+            "interleaved": config.rope_interleave,
+            "kernels": kernels,
+        }
+        down = self.kv_a_proj_with_mqa[...], self.kv_a_layernorm[...]
+        if config.q_lora_rank is None:
+            query, compressed = dense(x, (self.q_proj[...], down[0]), layer=layer, kernels=kernels)
+            c_kv, k_pe = latent(compressed, down[1], *tables, **latent_norm)
+        else:
+            q_latent, compressed = dense(
+                x, (self.q_a_proj[...], down[0]), layer=layer, kernels=kernels
+            )
+            c_kv, k_pe, q_latent = latent(
+                compressed,
+                down[1],
+                *tables,
+                query=q_latent,
+                query_gains=self.q_a_layernorm[...],
+                **latent_norm,
+            )
+            (query,) = dense(q_latent, (self.q_b_proj[...],), layer=layer, kernels=kernels)
+        return query.reshape(x.shape[0], config.num_attention_heads, -1), c_kv, k_pe
+
+    def absorbed(
+        self,
+        layer: int,
+        x: Float[Array, "row d"],
+        tables: tuple[jax.Array, jax.Array],
+        context: Context,
+        kernels: str,
+    ) -> tuple[Float[Array, "row d"], Float[Array, "row c"], Float[Array, "row r"]]:
+        """Returns the block's output and the new cache rows c_kv and k_pe.
+
+        Keys and values are never expanded: w_uk moves to the query, w_uv behind the sum.
+
+        Args:
+          x: normed hidden states, sequence by sequence.
+          tables: cos and sin of the rows' positions.
+        """
+        config, nope = self.config, self.config.qk_nope_head_dim
+        query, c_kv, k_pe = self.project(layer, x, tables, kernels)
+        q_latent = absorb(query, self.kv_b_proj[...], layer=layer, nope=nope, kernels=kernels)
+        q_pe = rotate_heads(query, *tables, interleaved=config.rope_interleave, kernels=kernels)
+
+        def by_sequence(rows: jax.Array) -> jax.Array:
+            return rows.reshape(*context.ancestors.shape[:2], *rows.shape[1:])
+
+        attended = tree_mla(
+            by_sequence(q_latent),
+            by_sequence(q_pe),
+            context.cache.c_kv,
+            context.cache.k_pe,
+            by_sequence(c_kv),
+            by_sequence(k_pe),
+            layer=layer,
+            slots=context.slots,
+            lengths=context.lengths,
+            ancestors=context.ancestors,
+            scale=config.softmax_scale,
+            kernels=kernels,
+        )
+        heads = values(
+            attended.reshape(q_latent.shape),
+            self.kv_b_proj[...],
+            layer=layer,
+            nope=nope,
+            kernels=kernels,
+        )
+        heads = heads.reshape(x.shape[0], -1)
+        return dense(heads, (self.o_proj[...],), layer=layer, kernels=kernels)[0], c_kv, k_pe
+
+    def heads(
         self, layer: int, x: Float[Array, "b t d"], positions: Int32[Array, "#b t"]
     ) -> tuple[
         Float[Array, "b t h n"],
@@ -85,63 +177,14 @@ class MLA(nnx.Module):
         Float[Array, "b t c"],
         Float[Array, "b t r"],
     ]:
-        """Returns q_nope, q_pe, c_kv and k_pe.
-
-        Args:
-          x: normed hidden states.
-          positions: absolute positions.
-        """
+        """Returns q_nope, q_pe, c_kv and k_pe of normed hidden states at absolute positions."""
         config = self.config
-        if config.q_lora_rank is None:
-            query = linear(x, self.q_proj[layer])
-        else:
-            latent = linear(x, self.q_a_proj[layer])
-            latent = rms_norm(latent, self.q_a_layernorm[layer], config.latent_norm_eps)
-            query = linear(latent, self.q_b_proj[layer])
-        query = query.reshape(*x.shape[:-1], config.num_attention_heads, -1)
-        q_nope, q_pe = jnp.split(query, [config.qk_nope_head_dim], axis=-1)
-        compressed = linear(x, self.kv_a_proj_with_mqa[layer])
-        c_kv, k_pe = jnp.split(compressed, [config.kv_lora_rank], axis=-1)
-        c_kv = rms_norm(c_kv, self.kv_a_layernorm[layer], config.latent_norm_eps)
-        cos, sin = rope_tables(positions, config.rope, config.qk_rope_head_dim)
-        pairs = config.rope_interleave
-        q_pe = rotate(q_pe, cos[..., None, :], sin[..., None, :], interleaved=pairs)
-        return q_nope, q_pe, c_kv, rotate(k_pe, cos, sin, interleaved=pairs)
-
-    def absorbed(
-        self,
-        layer: int,
-        x: Float[Array, "b t d"],
-        positions: Int32[Array, "b t"],
-        context: Context,
-        kernels: str,
-    ) -> tuple[Float[Array, "b t d"], Float[Array, "b t c"], Float[Array, "b t r"]]:
-        """Returns the block's output and the new cache rows c_kv and k_pe.
-
-        Keys and values are never expanded: w_uk moves to the query, w_uv behind the sum.
-        """
-        q_nope, q_pe, c_kv, k_pe = self.project(layer, x, positions)
-        w_uk, w_uv = jnp.split(
-            self.kv_b_proj[layer].astype(x.dtype), [self.config.qk_nope_head_dim], axis=1
-        )
-        q_latent = contract("bthn,hnc->bthc", q_nope, w_uk).astype(x.dtype)
-        attended = tree_mla(
-            q_latent,
-            q_pe,
-            context.cache.c_kv,
-            context.cache.k_pe,
-            c_kv,
-            k_pe,
-            layer=layer,
-            slots=context.slots,
-            lengths=context.lengths,
-            ancestors=context.ancestors,
-            scale=self.config.softmax_scale,
-            kernels=kernels,
-        ).astype(x.dtype)
-        heads = contract("bthc,hvc->bthv", attended, w_uv).astype(x.dtype)
-        out = linear(heads.reshape(*x.shape[:-1], -1), self.o_proj[layer])
-        return out, c_kv, k_pe
+        tables = self.tables(jnp.broadcast_to(positions, x.shape[:2]))
+        query, c_kv, k_pe = self.project(layer, flat(x), tables, "reference")
+        q_pe = rotate_heads(query, *tables, interleaved=config.rope_interleave, kernels="reference")
+        parts = query[..., : config.qk_nope_head_dim], q_pe, c_kv, k_pe
+        q_nope, q_pe, c_kv, k_pe = (part.reshape(*x.shape[:2], *part.shape[1:]) for part in parts)
+        return q_nope, q_pe, c_kv, k_pe
 
     def expanded(
         self,
@@ -155,15 +198,15 @@ class MLA(nnx.Module):
         Args:
           visible: which rows (last axis) each row sees.
         """
-        q_nope, q_pe, c_kv, k_pe = self.project(layer, x, positions)
+        q_nope, q_pe, c_kv, k_pe = self.heads(layer, x, positions)
         w_uk, w_uv = jnp.split(
             self.kv_b_proj[layer].astype(x.dtype), [self.config.qk_nope_head_dim], axis=1
         )
         k_nope = contract("bsc,hnc->bshn", c_kv, w_uk).astype(x.dtype)
-        values = contract("bsc,hvc->bshv", c_kv, w_uv).astype(x.dtype)
+        expanded_values = contract("bsc,hvc->bshv", c_kv, w_uv).astype(x.dtype)
         scores = contract("bthn,bshn->bhts", q_nope, k_nope)
         scores += contract("bthr,bsr->bhts", q_pe, k_pe)
         scores = jnp.where(visible[:, None], scores * self.config.softmax_scale, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-        heads = contract("bhts,bshv->bthv", weights, values).astype(x.dtype)
+        heads = contract("bhts,bshv->bthv", weights, expanded_values).astype(x.dtype)
         return linear(heads.reshape(*x.shape[:-1], -1), self.o_proj[layer])

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from k26jax.model.layers import linear, swiglu
+from k26jax.model.layers import flat
 from k26jax.model.parameters import Source, declare
+from k26jax.pallas.dense import dense, gated
 
 
 class SwiGLU(nnx.Module):
@@ -33,7 +34,13 @@ class SwiGLU(nnx.Module):
         self.up_proj = weight("up_proj", (inner, hidden), ("ffn", "hidden"))
         self.down_proj = weight("down_proj", (hidden, inner), ("hidden", "ffn"))
 
-    def __call__(self, row: int, x: jax.Array) -> jax.Array:
+    def __call__(self, row: int, x: jax.Array, kernels: str = "reference") -> jax.Array:
         """Returns the output of the stack's `row`-th block for x [..., d]."""
-        inner = swiglu(linear(x, self.gate_proj[row]), linear(x, self.up_proj[row]))
-        return linear(inner, self.down_proj[row])
+        (inner,) = gated(
+            flat(x), self.gate_proj[...], self.up_proj[...], layer=row, kernels=kernels
+        )
+        return self.down(row, inner, kernels).reshape(x.shape)
+
+    def down(self, row: int, inner: jax.Array, kernels: str) -> jax.Array:
+        """Returns rows [n, f] behind SwiGLU times the `row`-th down projection."""
+        return dense(inner, (self.down_proj[...],), layer=row, kernels=kernels)[0]

@@ -11,10 +11,19 @@ from flax import nnx
 from k26jax.config import ModelConfig, Quantization
 from k26jax.model.mlp import SwiGLU
 from k26jax.model.parameters import Source, declare
-from k26jax.pallas.int4_moe import ExpertWeights, experts
+from k26jax.pallas.dense import dense, gated
+from k26jax.pallas.int4_moe import (
+    BLOCK_ROWS,
+    ExpertWeights,
+    TiledExperts,
+    Tiles,
+    arrange,
+    expert_columns,
+    experts,
+    tiled_experts,
+)
 from k26jax.pallas.int4_moe.reference import GROUP_SIZE
-from k26jax.pallas.products import contract
-from k26jax.pallas.router import route
+from k26jax.pallas.router import Blocks, route_and_list
 
 
 class ExpertProjection(nnx.Module):
@@ -48,6 +57,25 @@ class ExpertProjection(nnx.Module):
         if hasattr(self, "weight"):
             return ExpertWeights(self.weight[...])
         return ExpertWeights(self.weight_packed[...], self.weight_scale[...])
+
+
+class TiledProjections(nnx.Module):
+    """The experts in the kernel's layout, made on the device from the published one."""
+
+    def __init__(self, tiles: TiledExperts):
+        axes = ("layer", "expert", "tile", "step", "column", "lane")
+        scale_axes = (*axes[:4], "half", "column")
+        self.gate_up_words = nnx.Param(tiles.gate_up.words, axes=axes)
+        self.gate_up_scales = nnx.Param(tiles.gate_up.scales, axes=scale_axes)
+        self.down_words = nnx.Param(tiles.down.words, axes=axes)
+        self.down_scales = nnx.Param(tiles.down.scales, axes=scale_axes)
+
+    def tiles(self) -> TiledExperts:
+        """Returns the whole stacks, for the kernel to index."""
+        return TiledExperts(
+            Tiles(self.gate_up_words[...], self.gate_up_scales[...]),
+            Tiles(self.down_words[...], self.down_scales[...]),
+        )
 
 
 class MoE(nnx.Module):
@@ -85,13 +113,38 @@ class MoE(nnx.Module):
                 **kinds,
             )
 
+    def arrange(self) -> None:
+        """Replaces the INT4 experts by the kernel's layout of them; costs both for a moment.
+
+        Raises: KernelError if the experts have no such layout.
+        """
+        names = ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = (getattr(self, name).stack() for name in names)
+        tiles = arrange(gate, up, down, expert_columns())
+        for name in names:
+            delattr(self, name)
+        self.experts = TiledProjections(tiles)
+
     def routing(self, row: int, x: jax.Array, kernels: str) -> tuple[jax.Array, jax.Array]:
-        """Returns topk_ids and topk_weights [n, k] for rows x [n, d], all in float32."""
+        """Returns topk_ids and topk_weights [n, k] for rows x [n, d], in float32 throughout."""
+        logits, _ = self.first_products(row, x, kernels)
+        return self.choose(row, logits, jnp.ones(x.shape[0], bool), kernels)[:2]
+
+    def choose(
+        self, row: int, logits: jax.Array, valid: jax.Array, kernels: str
+    ) -> tuple[jax.Array, jax.Array, Blocks]:
+        """Returns topk_ids and topk_weights [n, k] and the experts' work list.
+
+        Args:
+          logits: the router's, float32 [n, e].
+          valid: bool [n]; other rows choose no expert.
+        """
         config = self.config
-        logits = contract("ni,ei->ne", x.astype(jnp.float32), self.gate[row].astype(jnp.float32))
-        return route(
+        return route_and_list(
             logits,
             self.e_score_correction_bias[row] if config.has_selection_bias else None,
+            valid,
+            rows=BLOCK_ROWS,
             num_experts_per_tok=config.num_experts_per_tok,
             scoring_func=config.scoring_func,
             topk_method=config.topk_method,
@@ -117,22 +170,46 @@ class MoE(nnx.Module):
           valid: bool [n]; other rows choose no expert.
           differentiable: run every expert on every row.
         """
-        topk_ids, topk_weights = self.routing(row, x, kernels)
-        topk_ids = jnp.where(valid[:, None], topk_ids, self.config.n_routed_experts)
-        routed = experts(
-            x,
-            topk_ids,
-            topk_weights,
-            self.gate_proj.stack(),
-            self.up_proj.stack(),
-            self.down_proj.stack(),
-            layer=row,
-            kernels=kernels,
-            differentiable=differentiable,
-        )
-        if self.config.n_shared_experts:
-            routed = routed + self.shared_experts(row, x).astype(jnp.float32)
+        logits, inner = self.first_products(row, x, kernels)
+        topk_ids, topk_weights, blocks = self.choose(row, logits, valid, kernels)
+        if hasattr(self, "experts"):
+            routed = tiled_experts(
+                x,
+                topk_ids,
+                topk_weights,
+                blocks,
+                self.experts.tiles(),
+                layer=row,
+                inner=self.config.moe_intermediate_size,
+            )
+        else:
+            routed = experts(
+                x,
+                topk_ids,
+                topk_weights,
+                self.gate_proj.stack(),
+                self.up_proj.stack(),
+                self.down_proj.stack(),
+                layer=row,
+                kernels=kernels,
+                differentiable=differentiable,
+            )
+        if inner is not None:
+            routed = routed + self.shared_experts.down(row, inner, kernels).astype(jnp.float32)
         return routed.astype(x.dtype)
+
+    def first_products(
+        self, row: int, x: jax.Array, kernels: str
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns router logits, float32 [n, e], and the inner rows of a shared expert."""
+        router = {"layer": row, "dtypes": (jnp.float32,), "kernels": kernels}
+        if not self.config.n_shared_experts:
+            return dense(x, (self.gate[...],), **router)[0], None
+        shared = self.shared_experts
+        inner, logits = gated(
+            x, shared.gate_proj[...], shared.up_proj[...], others=(self.gate[...],), **router
+        )
+        return logits, inner
 
 
 def _bits(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -10,12 +10,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from k26jax.config import ModelConfig
-from k26jax.model.layers import rms_norm
+from k26jax.model.layers import flat
 from k26jax.model.mla import MLA, Context
 from k26jax.model.mlp import SwiGLU
 from k26jax.model.moe import MoE
-from k26jax.model.parameters import Source, declare, ones
-from k26jax.pallas.products import contract
+from k26jax.model.parameters import Params, Source, arrays, bind, declare, ones
+from k26jax.pallas.dense import dense
+from k26jax.pallas.norm import add_rms_norm, rms_norm
 
 Attend = Callable[[int, jax.Array], jax.Array]
 
@@ -34,6 +35,24 @@ class Rows:
     c_kv: Float[Array, "l b t c"]
     k_pe: Float[Array, "l b t r"]
     features: Float[Array, "b t features"]
+
+
+def arranged(module: "Target", params: Params) -> tuple["Target", Params]:
+    """Returns the (abstract) target and its parameters with the experts in the kernel's layout.
+
+    Donates: params. Both layouts exist for a moment.
+    Raises: KernelError if the experts have no such layout.
+    """
+    if not module.config.moe_layer_ids:
+        return module, params
+
+    def arrange(params: Params) -> Target:
+        target = bind(module, params)
+        target.moe.arrange()
+        return target
+
+    abstract_target = nnx.eval_shape(arrange, params)
+    return abstract_target, jax.jit(lambda p: arrays(arrange(p)), donate_argnums=0)(params)
 
 
 class Target(nnx.Module):
@@ -79,10 +98,15 @@ class Target(nnx.Module):
         """Returns the embeddings of token ids."""
         return self.embed_tokens[...][token_ids].astype(self.dtype)
 
-    def logits(self, hidden: Float[Array, "*rows d"]) -> Float32[Array, "*rows w"]:
+    def logits(
+        self, hidden: Float[Array, "*rows d"], kernels: str = "reference"
+    ) -> Float32[Array, "*rows w"]:
         """Returns the logits of final-normed hidden states."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
-        return contract("...d,wd->...w", hidden, head[...].astype(hidden.dtype))
+        (logits,) = dense(
+            flat(hidden), (head[...][None],), layer=0, dtypes=(jnp.float32,), kernels=kernels
+        )
+        return logits.reshape(*hidden.shape[:-1], -1)
 
     def forward(
         self,
@@ -92,7 +116,7 @@ class Target(nnx.Module):
         *,
         valid: Bool[Array, "b t"],
         taps: tuple[int, ...] = (),
-        kernels: str = "auto",
+        kernels: str = "reference",
     ) -> Rows:
         """Returns the new rows of tokens that attend to the cache and to each other.
 
@@ -101,21 +125,23 @@ class Target(nnx.Module):
           taps: layers whose output goes to `features`.
         """
         latents: list[tuple[jax.Array, jax.Array]] = []
+        tables = self.self_attn.tables(positions)
 
         def attend(layer: int, x: jax.Array) -> jax.Array:
-            out, c_kv, k_pe = self.self_attn.absorbed(layer, x, positions, context, kernels)
+            out, c_kv, k_pe = self.self_attn.absorbed(layer, x, tables, context, kernels)
             latents.append((c_kv, k_pe))
             return out
 
         hidden, outputs = self._run_layers(token_ids, attend, valid, kernels)
         features = [self._tap(layer, outputs, hidden) for layer in taps]
-        empty = jnp.zeros((*token_ids.shape, 0), self.dtype)
-        return Rows(
+        rows = Rows(
             hidden,
             jnp.stack([c_kv for c_kv, _ in latents]),
             jnp.stack([k_pe for _, k_pe in latents]),
-            jnp.concatenate(features, axis=-1) if features else empty,
+            jnp.concatenate([hidden[:, :0], *features], axis=-1),
         )
+        shape = token_ids.shape
+        return jax.tree.map(lambda x: x.reshape(*x.shape[:-2], *shape, x.shape[-1]), rows)
 
     def forward_expanded(
         self,
@@ -132,11 +158,16 @@ class Target(nnx.Module):
           visible: which rows (last axis) each row sees.
         """
 
+        shape = (*token_ids.shape, self.config.hidden_size)
+
         def attend(layer: int, x: jax.Array) -> jax.Array:
-            return self.self_attn.expanded(layer, x, positions, visible)
+            return flat(self.self_attn.expanded(layer, x.reshape(shape), positions, visible))
 
         valid = jnp.ones(token_ids.shape, bool)
-        return self._run_layers(token_ids, attend, valid, "reference", differentiable=True)
+        hidden, outputs = self._run_layers(
+            token_ids, attend, valid, "reference", differentiable=True
+        )
+        return hidden.reshape(shape), [out.reshape(shape) for out in outputs]
 
     def _run_layers(
         self,
@@ -147,25 +178,38 @@ class Target(nnx.Module):
         *,
         differentiable: bool = False,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        eps = self.config.rms_norm_eps
-        x = self.embed(token_ids)
+        """Returns the rows [n, d] behind the final norm, and behind every layer."""
+        x, change = flat(self.embed(token_ids)), None
         outputs = []
         for layer in range(self.config.num_hidden_layers):
             with jax.named_scope(f"layer_{layer}"):
-                x = x + attend(layer, rms_norm(x, self.input_layernorm[layer], eps))
-                normed = rms_norm(x, self.post_attention_layernorm[layer], eps)
-                x = x + self._feed_forward(layer, normed, valid, kernels, differentiable)
-            outputs.append(x)
-        return rms_norm(x, self.norm[...], eps), outputs
+                x, normed = self._norm(x, change, self.input_layernorm[...], layer, kernels)
+                if layer:
+                    outputs.append(x)
+                change = attend(layer, normed)
+                x, normed = self._norm(
+                    x, change, self.post_attention_layernorm[...], layer, kernels
+                )
+                change = self._feed_forward(layer, normed, valid, kernels, differentiable)
+        x, hidden = self._norm(x, change, self.norm[...][None], 0, kernels)
+        return hidden, [*outputs, x]
+
+    def _norm(
+        self, x: jax.Array, change: jax.Array | None, gains: jax.Array, layer: int, kernels: str
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns x + change, and that normed."""
+        norm = {"layer": layer, "eps": self.config.rms_norm_eps, "kernels": kernels}
+        if change is None:
+            return x, rms_norm(x, gains, **norm)
+        return add_rms_norm(x, change, gains, **norm)
 
     def _feed_forward(
         self, layer: int, x: jax.Array, valid: jax.Array, kernels: str, differentiable: bool
     ) -> jax.Array:
         if layer in self.config.dense_layer_ids:
-            return self.mlp(self.config.dense_layer_ids.index(layer), x)
+            return self.mlp(self.config.dense_layer_ids.index(layer), x, kernels)
         row = self.config.moe_layer_ids.index(layer)
-        flat, flat_valid = x.reshape(-1, x.shape[-1]), valid.reshape(-1)
-        return self.moe(row, flat, flat_valid, kernels, differentiable).reshape(x.shape)
+        return self.moe(row, x, valid.reshape(-1), kernels, differentiable)
 
     def _tap(self, layer: int, outputs: list[jax.Array], hidden: jax.Array) -> jax.Array:
         # Hugging Face's hidden_states hold the last layer's output after the final norm.

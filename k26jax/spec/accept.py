@@ -41,7 +41,7 @@ def accept(tree: Tree, logits: Float32[Array, "b t w"], state: SpecState, plan: 
     Args:
       tree: one tree a slot.
     """
-    posterior = choose(logits, state.length, tree.depth, state.sampling, plan.depth)
+    posterior = choose(logits, state.length, tree.depth, state.sampling, plan.depth, plan.kernels)
     path, accepted_len = follow(tree, posterior, plan.depth)
     tokens = jnp.take_along_axis(posterior, path, axis=1)
     limit = jnp.minimum(accepted_len, state.remaining)

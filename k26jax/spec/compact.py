@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from k26jax.model.cache import DraftCache, LatentCache, write_rows
+from k26jax.model.cache import DraftCache, LatentCache
 from k26jax.model.target import Rows
+from k26jax.pallas.norm import append
 from k26jax.spec.accept import Accepted
 from k26jax.spec.state import Models, SpecState
 
 
-def compact(models: Models, state: SpecState, rows: Rows, accepted: Accepted) -> SpecState:
+def compact(
+    models: Models, state: SpecState, rows: Rows, accepted: Accepted, kernels: str = "reference"
+) -> SpecState:
     """Returns the state with the accepted path committed, in order, and a new anchor.
 
     A node of depth j was rotated for position length + j and lands in that row, so nothing is
@@ -28,7 +31,13 @@ def compact(models: Models, state: SpecState, rows: Rows, accepted: Accepted) ->
         features=_take(rows.features, accepted.path),
     )
     cache, draft_cache = commit(
-        models, state, taken, slots=slots, start=state.length, count=accepted.emitted_len
+        models,
+        state,
+        taken,
+        slots=slots,
+        start=state.length,
+        count=accepted.emitted_len,
+        kernels=kernels,
     )
     return dataclasses.replace(
         state,
@@ -48,19 +57,26 @@ def commit(
     slots: Int32[Array, "b"],
     start: Int32[Array, "b"],
     count: Int32[Array, "b"],
+    kernels: str = "reference",
 ) -> tuple[LatentCache, DraftCache | None]:
     """Returns both caches with count[b] of the given rows at start[b] of slot slots[b]."""
+    where = (slots, start, count)
     cache = LatentCache(
-        write_rows(state.cache.c_kv, rows.c_kv, slots, start, count),
-        write_rows(state.cache.k_pe, rows.k_pe, slots, start, count),
+        *append(
+            (state.cache.c_kv, state.cache.k_pe), (rows.c_kv, rows.k_pe), *where, kernels=kernels
+        )
     )
     draft_cache = state.draft_cache
     if models.drafter is not None and draft_cache is not None and rows.features.shape[-1]:
         positions = start[:, None] + jnp.arange(rows.features.shape[1])
-        new = models.drafter.context_rows(rows.features, positions)
+        new = models.drafter.context_rows(rows.features, positions, kernels)
         draft_cache = DraftCache(
-            write_rows(draft_cache.keys, new.keys, slots, start, count),
-            write_rows(draft_cache.values, new.values, slots, start, count),
+            *append(
+                (draft_cache.keys, draft_cache.values),
+                (new.keys, new.values),
+                *where,
+                kernels=kernels,
+            )
         )
     return cache, draft_cache
 

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
@@ -39,6 +38,6 @@ def draft(models: Models, state: SpecState, plan: Plan) -> DraftLogProbs | None:
         models.target.embed(block), state.draft_cache, state.length, plan.kernels
     )
     first = 0 if config.sample_from_anchor else 1
-    logits = models.target.logits(hidden[:, first : first + plan.depth])
+    logits = models.target.logits(hidden[:, first : first + plan.depth], plan.kernels)
     candidates = 1 if plan.algorithm is Algorithm.DFLASH else plan.budget
-    return DraftLogProbs(*jax.vmap(lambda row: draft_table(row, candidates))(logits))
+    return DraftLogProbs(*draft_table(logits, candidates, plan.kernels))

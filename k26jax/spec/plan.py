@@ -20,20 +20,20 @@ class Plan:
     budget: int = 0
     depth: int = 0
     block_size: int = 0
-    kernels: str = "auto"
+    kernels: str = "reference"
 
     @classmethod
-    def plain(cls, kernels: str = "auto") -> Plan:
+    def plain(cls, kernels: str = "reference") -> Plan:
         """Returns the plan of plain decoding: one token a step."""
         return cls(kernels=kernels)
 
     @classmethod
-    def chain(cls, depth: int, block_size: int, kernels: str = "auto") -> Plan:
+    def chain(cls, depth: int, block_size: int, kernels: str = "reference") -> Plan:
         """Returns the plan of a DFlash chain."""
         return cls(Algorithm.DFLASH, depth, depth, block_size, kernels)
 
     @classmethod
-    def tree(cls, budget: int, depth: int, block_size: int, kernels: str = "auto") -> Plan:
+    def tree(cls, budget: int, depth: int, block_size: int, kernels: str = "reference") -> Plan:
         """Returns the plan of a DDTree with `budget` nodes besides the root."""
         if budget == 0:
             return cls.plain(kernels)

@@ -50,11 +50,12 @@ class Prefilled(NamedTuple):
 
 
 def prefill(
-    models: Models, chunk: Chunk, state: SpecState, *, all_logits: bool = False, kernels: str
+    models: Models, chunk: Chunk, state: SpecState, *, all_logits: bool = False
 ) -> tuple[SpecState, Prefilled]:
     """Returns the state with the chunk committed to its slot, and the token chosen after it.
 
     The chunk is verified like a chain: each token sees the slot's earlier ones and those before it.
+    XLA's own products run it: the kernels are made for few rows, and all algorithms share it.
 
     Donates: both caches of `state`, where the caller is jitted with it donated.
     """
@@ -66,7 +67,6 @@ def prefill(
         Context(state.cache, slots, start, jnp.asarray(causal_words(width))[None]),
         valid=(jnp.arange(width) < chunk.count)[None],
         taps=models.taps,
-        kernels=kernels,
     )
     cache, draft_cache = commit(models, state, rows, slots=slots, start=start, count=count)
     last_row = jnp.maximum(chunk.count - 1, 0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
+from k26jax.pallas.vocab_topk import best_token
 from k26jax.spec.state import Sampling
 
 
@@ -18,6 +19,7 @@ def choose(
     offset: Int32[Array, "b t"],
     sampling: Sampling,
     most: int,
+    kernels: str = "reference",
 ) -> Int32[Array, "b t"]:
     """Returns one token per row; the row's token is for position base + offset + 1.
 
@@ -29,7 +31,8 @@ def choose(
     """
 
     def greedy(_: None) -> jax.Array:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        ids = best_token(logits.reshape(-1, logits.shape[-1]), kernels=kernels)[0]
+        return ids.reshape(logits.shape[:-1])
 
     def sampled(_: None) -> jax.Array:
         hot = sampling.temperature > 0

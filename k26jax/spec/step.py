@@ -31,7 +31,7 @@ def step(models: Models, state: SpecState, plan: Plan) -> tuple[SpecState, Tree,
     with jax.named_scope("accept"):
         accepted = accept(tree, tree_logits.logits, state, plan)
     with jax.named_scope("compact"):
-        state = compact(models, state, tree_logits.rows, accepted)
+        state = compact(models, state, tree_logits.rows, accepted, plan.kernels)
     return state, tree, accepted
 
 

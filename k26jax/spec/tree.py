@@ -16,11 +16,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 from k26jax.errors import ConfigError
+from k26jax.pallas.tree_build.cost import INFINITE, Cost, add, cost_of, nothing, where
+from k26jax.pallas.vocab_topk import top_tokens
 
 MAX_BUDGET = 254
 MAX_DEPTH = 255
 
-_INFINITE = 0x7FF00000  # high word of a double that is infinite
 _LAST = 1 << 30  # beyond every lexicographic key
 
 
@@ -51,22 +52,10 @@ class Tree:
         return dataclasses.replace(self, token_ids=token_ids)
 
 
-class _Cost(NamedTuple):
-    """A sum of -log-probs: the words of an IEEE double, so that they order as unsigned integers.
-
-    JAX has float64 only behind a process-wide switch, and a compiler may flush or reorder float32
-    terms. Integer words give float64's sums bit for bit; the published builder adds in float64,
-    so wherever its sums are exact, its order is this one.
-    """
-
-    high: jax.Array  # uint32: exponent, 20 bits of the significand; _INFINITE: no candidate
-    low: jax.Array  # uint32
-
-
 class _Ranked(NamedTuple):
     """The best prefixes among those no deeper than the current depth, in tree order, [budget]."""
 
-    cost: _Cost  # infinite in empty slots, which come last
+    cost: Cost  # infinite in empty slots, which come last
     lex: jax.Array  # place of the rank tuple in lexicographic order among these prefixes
     parent: jax.Array  # slot of the parent; -1: the root
     depth: jax.Array
@@ -145,7 +134,7 @@ def ancestor_mask(tree: Tree) -> Bool[Array, "... t t"]:
 
 
 def draft_table(
-    logits: Float[Array, "*rows w"], budget: int
+    logits: Float[Array, "*rows w"], budget: int, kernels: str = "reference"
 ) -> tuple[Float32[Array, "*rows k"], Int32[Array, "*rows k"]]:
     """Returns the log-probs and ids of the best min(budget, w) tokens a row.
 
@@ -156,98 +145,49 @@ def draft_table(
     Returns: descending along k, equal logits by lowest id. Logits of -inf give -inf
       or NaN, which `build_tree` leaves out.
     """
-    logits = logits.astype(jnp.float32)
-    count = min(max(budget, 0), logits.shape[-1])
-    top, ids = lax.top_k(logits, count)
-    return top - jax.nn.logsumexp(logits, axis=-1, keepdims=True), ids.astype(jnp.int32)
+    rows, width = logits.shape[:-1], logits.shape[-1]
+    count = min(max(budget, 0), width)
+    if not count:
+        return jnp.zeros((*rows, 0), jnp.float32), jnp.zeros((*rows, 0), jnp.int32)
+    top = top_tokens(logits.reshape(-1, width), count, kernels=kernels)
+    return top.log_probs.reshape(*rows, count), top.ids.reshape(*rows, count)
 
 
-def _costs(log_probs: jax.Array) -> _Cost:
+def _costs(log_probs: jax.Array) -> Cost:
     """Returns -log_probs, exactly, infinite from the first entry of a row that is not finite on."""
-    bits = lax.bitcast_convert_type(log_probs.astype(jnp.float32), jnp.uint32)
-    magnitude = bits & 0x7FFFFFFF
+    cost = cost_of(log_probs.astype(jnp.float32))
     column = jnp.arange(log_probs.shape[1], dtype=jnp.int32)[None, :]
-    infinite = magnitude >= 0x7F800000
-    ends = jnp.min(jnp.where(infinite, column, MAX_BUDGET), axis=1, keepdims=True)
-    magnitude = jnp.where(bits >> 31 == 1, magnitude, 0)
-    subnormal = magnitude < 0x00800000
-    # The leading one of a subnormal moves to bit 23, where the exponent field counts it.
-    shift = jnp.where(subnormal, jnp.minimum(lax.clz(magnitude), 31) - 8, 0)
-    fraction = magnitude << shift & 0x7FFFFF
-    exponent = jnp.where(subnormal, 897 - shift, (magnitude >> 23) + 896)
-    high = jnp.where(magnitude == 0, 0, exponent << 20 | fraction >> 3)
-    out = column >= ends
-    return _Cost(jnp.where(out, _INFINITE, high), jnp.where(out, 0, fraction << 29))
+    ends = jnp.where(cost.high >= INFINITE, column, MAX_BUDGET).min(axis=1, keepdims=True)
+    return where(column >= ends, nothing(cost.high), cost)
 
 
-def _add(a: _Cost, b: _Cost) -> _Cost:
-    """Returns a + b in IEEE double arithmetic, rounded to nearest even, for costs >= 0."""
-    swap = (a.high < b.high) | ((a.high == b.high) & (a.low < b.low))
-    big = _Cost(jnp.where(swap, b.high, a.high), jnp.where(swap, b.low, a.low))
-    small = _Cost(jnp.where(swap, a.high, b.high), jnp.where(swap, a.low, b.low))
-    exponent, small_exponent = big.high >> 20, small.high >> 20
-    high, low = _significand(big)
-    small_high, small_low = _significand(small)
-    # Align: shift right by whole words, then by bits; what falls off sticks in the last bit.
-    distance = jnp.minimum(exponent - small_exponent, 63)
-    whole, shift = distance >= 32, distance & 31
-    lost = jnp.where(whole, small_low, 0)
-    small_low = jnp.where(whole, small_high, small_low)
-    small_high = jnp.where(whole, 0, small_high)
-    lost = lost | small_low & ((jnp.uint32(1) << shift) - 1)
-    small_low = (
-        small_low >> shift | small_high << (31 - shift) << 1 | (lost != 0).astype(jnp.uint32)
-    )
-    small_high = small_high >> shift
-    low = low + small_low
-    high = high + small_high + (low < small_low).astype(jnp.uint32)
-    carry = high >> 24
-    low = jnp.where(carry == 1, low >> 1 | high << 31 | low & 1, low)
-    high = high >> carry
-    # Three guard bits: round up above the half, and at the half if that makes the result even.
-    up = ((low & 7) + (low >> 3 & 1) > 4).astype(jnp.uint32)
-    rounded = (low >> 3 | high << 29) + up
-    high = (high >> 3) + (rounded < up).astype(jnp.uint32)
-    # The leading one of the significand adds one to the exponent field.
-    high = high + ((exponent + carry - (exponent > 0).astype(jnp.uint32)) << 20)
-    infinite = big.high >= _INFINITE
-    return _Cost(jnp.where(infinite, _INFINITE, high), jnp.where(infinite, 0, rounded))
-
-
-def _significand(cost: _Cost) -> tuple[jax.Array, jax.Array]:
-    """Returns the 53 bits of the significand, leading one included, and three zero guard bits."""
-    leading = (cost.high >= 1 << 20).astype(jnp.uint32) << 20
-    high = cost.high & 0xFFFFF | leading
-    return high << 3 | cost.low >> 29, cost.low << 3
-
-
-def _first_depth(table: _Cost, budget: int) -> _Ranked:
+def _first_depth(table: Cost, budget: int) -> _Ranked:
     """Returns the prefixes of one token: the first row of the table, which is in order."""
     width = table.high.shape[1]
     slot = jnp.arange(budget, dtype=jnp.int32)
     empty = budget - width
-    cost = _Cost(
-        jnp.pad(table.high[0], (0, empty), constant_values=_INFINITE),
+    cost = Cost(
+        jnp.pad(table.high[0], (0, empty), constant_values=INFINITE),
         jnp.pad(table.low[0], (0, empty)),
     )
     return _Ranked(cost, slot, jnp.full_like(slot, -1), jnp.full_like(slot, 1), slot)
 
 
-def _deeper(ranked: _Ranked, table: _Cost) -> _Ranked:
+def _deeper(ranked: _Ranked, table: Cost) -> _Ranked:
     """Returns the best prefixes of all depths, given those of depth 1."""
     budget, (depths, width) = ranked.lex.shape[0], table.high.shape
     half = budget // 2
     pairs = [(i, r) for i in range(half) for r in range(width) if (i + 1) * (r + 2) <= budget]
     which, rank = np.array(pairs, np.int32).T
 
-    def step(state: tuple[_Ranked, jax.Array], row: tuple[_Cost, jax.Array]):
+    def step(state: tuple[_Ranked, jax.Array], row: tuple[Cost, jax.Array]):
         ranked, frontier = state
         last, depth = row
         parent = frontier[which]
         found = parent < budget
         parent = jnp.minimum(parent, budget - 1)
-        cost = _add(_take(ranked.cost, parent), _take(last, rank))
-        cost = _Cost(jnp.where(found, cost.high, _INFINITE), jnp.where(found, cost.low, 0))
+        cost = add(_take(ranked.cost, parent), _take(last, rank))
+        cost = where(found, cost, nothing(cost.high))
         lex = ranked.lex[parent] * (width + 1) + rank + 1
         depth = jnp.full_like(parent, depth)
         return _merge(ranked, _Ranked(cost, lex, parent, depth, jnp.asarray(rank)), width), None
@@ -266,7 +206,7 @@ def _merge(old: _Ranked, new: _Ranked, width: int) -> tuple[_Ranked, jax.Array]:
     """
     budget = old.lex.shape[0]
     candidate = jnp.arange(new.lex.shape[0], dtype=jnp.int32)
-    new_lex = jnp.where(new.cost.high < _INFINITE, new.lex, _LAST + candidate)
+    new_lex = jnp.where(new.cost.high < INFINITE, new.lex, _LAST + candidate)
     keys = (new.cost.high, new.cost.low, new_lex)
     *_, order = lax.sort((*keys, candidate), num_keys=len(keys), is_stable=False)
     new = _take(new._replace(lex=new_lex), order[: budget - 1])
@@ -280,7 +220,7 @@ def _merge(old: _Ranked, new: _Ranked, width: int) -> tuple[_Ranked, jax.Array]:
     both = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), old, new)
     merged = _take(both, _inverse(jnp.concatenate([old_slot, new_slot]), budget))
     lex = _count(merged.lex[:, None] < merged.lex[None, :], 0)
-    frontier = jnp.where(new.cost.high < _INFINITE, jnp.minimum(new_slot, budget), budget)
+    frontier = jnp.where(new.cost.high < INFINITE, jnp.minimum(new_slot, budget), budget)
     return merged._replace(lex=lex), frontier[: budget // 2]
 
 
@@ -314,7 +254,7 @@ def _take(record: Any, index: Any) -> Any:
 def _as_tree(ranked: _Ranked, token_ids: jax.Array) -> Tree:
     """Returns the tree whose row j + 1 is the prefix in slot j."""
     budget = ranked.lex.shape[0]
-    valid = ranked.cost.high < _INFINITE
+    valid = ranked.cost.high < INFINITE
     tokens = token_ids[ranked.depth - 1, ranked.rank].astype(jnp.int32)
     parent = jnp.where(valid, ranked.parent + 1, -1)
     parent = jnp.pad(parent, (1, 0), constant_values=-1)

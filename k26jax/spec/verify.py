@@ -46,4 +46,4 @@ def verify(models: Models, tree: Tree, state: SpecState, plan: Plan) -> TreeLogi
         taps=models.taps if plan.drafts else (),
         kernels=plan.kernels,
     )
-    return TreeLogits(models.target.logits(rows.hidden), rows)
+    return TreeLogits(models.target.logits(rows.hidden, plan.kernels), rows)

@@ -15,11 +15,12 @@ from fixtures.quick import quick_jit
 from k26jax.checkpoint.load import load_params
 from k26jax.checkpoint.reader import open_checkpoint
 from k26jax.config import ModelConfig, Quantization, RopeConfig
-from k26jax.model.cache import LatentCache, write_rows
+from k26jax.model.cache import LatentCache
 from k26jax.model.layers import contract, rms_norm
 from k26jax.model.mla import Context
 from k26jax.model.parameters import abstract, bind
 from k26jax.model.target import Rows, Target
+from k26jax.pallas.norm import append
 
 CHUNK = 16
 # Pieces of a prompt in turn; each sequence starts elsewhere in the list.
@@ -195,7 +196,7 @@ class GoldenModel:
         eps = self.config.rms_norm_eps
         normed = rms_norm(x, target.input_layernorm[layer], eps)
         attended = target.self_attn.expanded(layer, normed, positions, visible)
-        _, _, c_kv, k_pe = target.self_attn.project(layer, normed, positions)
+        _, _, c_kv, k_pe = target.self_attn.heads(layer, normed, positions)
         probe.attn_out.append(attended)
         probe.mlp_out.append(out - (x + attended))
         probe.c_kv.append(c_kv)
@@ -227,8 +228,7 @@ class GoldenModel:
                 taps=self.taps,
             )
             cache = LatentCache(
-                write_rows(cache.c_kv, rows.c_kv, slots, start, count),
-                write_rows(cache.k_pe, rows.k_pe, slots, start, count),
+                *append((cache.c_kv, cache.k_pe), (rows.c_kv, rows.k_pe), slots, start, count)
             )
             return cache, target.logits(rows.hidden), rows
 

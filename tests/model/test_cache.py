@@ -1,4 +1,4 @@
-"""write_rows: the rows that count land in their slot, and nothing else is touched."""
+"""Cache rows: those that count land in their slot, and nothing else is touched."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from k26jax.config import DraftConfig, ModelConfig
-from k26jax.model.cache import DraftCache, LatentCache, write_rows
+from k26jax.model.cache import DraftCache, LatentCache
+from k26jax.pallas.norm import append
 
 CAPACITY, N_LAYERS, N_SLOTS = 9, 2, 5
 
@@ -25,7 +26,7 @@ def test_rows_land_where_they_belong(trailing, dtype):
             if start[b] + i < CAPACITY:
                 expected[:, slot, start[b] + i] = rows[:, b, i]
     arguments = (np.array(x, np.int32) for x in (slots, start, count))
-    found = jax.jit(write_rows)(jnp.asarray(cache, dtype), rows, *arguments)
+    (found,) = jax.jit(append)((jnp.asarray(cache, dtype),), (rows,), *arguments)
     assert found.dtype == dtype
     np.testing.assert_array_equal(
         np.asarray(found, np.float32), expected.astype(dtype).astype(np.float32)
@@ -38,7 +39,8 @@ def test_nothing_to_write():
     cache = cache.reshape(N_LAYERS, N_SLOTS, CAPACITY, 1)
     rows = np.full((N_LAYERS, 2, 3, 1), np.nan, np.float32)
     slots, zeros = np.array([1, 2], np.int32), np.zeros(2, np.int32)
-    np.testing.assert_array_equal(jax.jit(write_rows)(cache, rows, slots, zeros, zeros), cache)
+    (found,) = jax.jit(append)((cache,), (rows,), slots, zeros, zeros)
+    np.testing.assert_array_equal(found, cache)
 
 
 def test_empty_caches(golden_dir):

@@ -17,9 +17,10 @@ from model.golden_model import golden_model
 from k26jax.checkpoint.load import load_params
 from k26jax.checkpoint.reader import open_checkpoint
 from k26jax.config import DraftConfig, RopeConfig
-from k26jax.model.cache import DraftCache, write_rows
+from k26jax.model.cache import DraftCache
 from k26jax.model.drafter import Drafter
 from k26jax.model.parameters import abstract, bind
+from k26jax.pallas.norm import append
 from k26jax.spec.draft import draft
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
@@ -60,9 +61,12 @@ class Runner:
             positions = length + jnp.arange(features.shape[0])
             new = drafter.context_rows(features[None], positions[None])
             cache = DraftCache(
-                *(
-                    write_rows(old, rows, place, length[None], count[None])
-                    for old, rows in ((cache.keys, new.keys), (cache.values, new.values))
+                *append(
+                    (cache.keys, cache.values),
+                    (new.keys, new.values),
+                    place,
+                    length[None],
+                    count[None],
                 )
             )
             lengths = jnp.zeros(BATCH, jnp.int32).at[PLACE].set(length + count)

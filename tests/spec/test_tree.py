@@ -22,6 +22,7 @@ from spec.tree_checks import (
 )
 
 from k26jax.errors import ConfigError
+from k26jax.pallas.tree_build.cost import add
 from k26jax.spec import tree as tree_module
 from k26jax.spec.tree import build_tree, chain_tree, draft_table, root_tree
 
@@ -200,14 +201,14 @@ def test_row_ends_at_its_first_entry_that_is_not_finite(value):
 def running_sums(shape):
     """A program: words of the running sums along axis 0 of a table of log-probs."""
 
-    def add(total, row):
-        total = tree_module._add(total, row)
+    def step(total, row):
+        total = add(total, row)
         return total, total
 
     def sums(log_probs):
         rows = tree_module._costs(log_probs)
         zero = jax.tree.map(lambda x: jnp.zeros_like(x[0]), rows)
-        return jax.lax.scan(add, zero, rows)[1]
+        return jax.lax.scan(step, zero, rows)[1]
 
     return jax.jit(sums).lower(jax.ShapeDtypeStruct(shape, jnp.float32)).compile()
 

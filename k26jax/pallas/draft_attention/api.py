@@ -7,9 +7,12 @@ from typing import Any
 import jax
 
 from k26jax.pallas.dispatch import select
-from k26jax.pallas.draft_attention import reference
+from k26jax.pallas.draft_attention import kernel, reference
 
-IMPLEMENTATIONS = {"reference": reference.draft_attention}
+IMPLEMENTATIONS = {
+    "reference": reference.draft_attention,
+    "pallas": kernel.draft_attention,
+}
 
 
 def draft_attention(*args: Any, kernels: str = "auto", **kwargs: Any) -> jax.Array:

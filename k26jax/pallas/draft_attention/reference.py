@@ -15,7 +15,7 @@ def draft_attention(
     block_keys: Float[Array, "b t kv_head width"],
     block_values: Float[Array, "b t kv_head width"],
     *,
-    layer: int,
+    layer: int | Int32[Array, ""],
     lengths: Int32[Array, "b"],
     window: int | None,
     causal: bool,

@@ -1,6 +1,17 @@
 """Routed experts, weights in INT4 or in a float type, decoded inside the product."""
 
-from k26jax.pallas.int4_moe.api import experts
+from k26jax.pallas.int4_moe.api import BLOCK_ROWS, expert_columns, experts
+from k26jax.pallas.int4_moe.kernel import experts as tiled_experts
+from k26jax.pallas.int4_moe.layout import TiledExperts, Tiles, arrange
 from k26jax.pallas.int4_moe.reference import ExpertWeights
 
-__all__ = ["ExpertWeights", "experts"]
+__all__ = [
+    "BLOCK_ROWS",
+    "ExpertWeights",
+    "TiledExperts",
+    "Tiles",
+    "arrange",
+    "expert_columns",
+    "experts",
+    "tiled_experts",
+]

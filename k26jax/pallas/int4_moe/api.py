@@ -8,14 +8,24 @@ import jax
 
 from k26jax.pallas.dispatch import select
 from k26jax.pallas.int4_moe import reference
+from k26jax.pallas.tiles import tile
 
+# Rows of one block of the work list, whichever implementation reads it.
+BLOCK_ROWS = 16
 IMPLEMENTATIONS = {"reference": reference.experts}
+
+
+def expert_columns() -> int:
+    """Returns the outputs of one tile of the kernel's layout on the GPU in context."""
+    return tile("int4_moe_up").columns
 
 
 def experts(
     *args: Any, kernels: str = "auto", differentiable: bool = False, **kwargs: Any
 ) -> jax.Array:
     """Returns the weighted sum of the chosen experts; arguments as in `reference.experts`.
+
+    Canonical weights; `arrange` and `tiled_experts` are the kernel's way.
 
     Args:
       differentiable: run every expert on every row, for training and as the plainest reference.

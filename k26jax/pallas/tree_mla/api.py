@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from k26jax.pallas.dispatch import select
-from k26jax.pallas.tree_mla import reference
+from k26jax.pallas.tree_mla import kernel, reference
 
-IMPLEMENTATIONS = {"reference": reference.tree_mla}
+IMPLEMENTATIONS = {"reference": reference.tree_mla, "pallas": kernel.tree_mla}
 
 
 def tree_mla(*args: Any, kernels: str = "auto", **kwargs: Any) -> jax.Array:

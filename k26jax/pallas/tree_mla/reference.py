@@ -20,11 +20,12 @@ def tree_mla(
     tree_c_kv: Float[Array, "b t c"],
     tree_k_pe: Float[Array, "b t r"],
     *,
-    layer: int,
+    layer: int | Int32[Array, ""],
     slots: Int32[Array, "b"],
     lengths: Int32[Array, "b"],
     ancestors: UInt32[Array, "b t words"],
     scale: float,
+    page_table: Int32[Array, "b pages"] | None = None,
 ) -> Float32[Array, "b t h c"]:
     """Returns each row's attended latent.
 
@@ -32,10 +33,18 @@ def tree_mla(
     whose bit is set in ancestors[b, t]; every row sees itself. Other cache rows may hold NaN.
 
     Args:
-      cache_c_kv, cache_k_pe: the whole stack.
+      cache_c_kv, cache_k_pe: the whole stack; with a page table, its axes are layer, page, row.
       tree_c_kv, tree_k_pe: this layer's new rows.
-      ancestors: bit j of row t: row t sees tree row j.
+      slots: the cache slot of each sequence; not read with a page table.
+      ancestors: bit j of row t: row t sees tree row j; a parent stands before its children.
+      page_table: the pages of each sequence, in order of position; sequences may share pages,
+        and entries past a sequence's length may hold anything.
     """
+    if page_table is not None:
+        cache_c_kv, cache_k_pe = (
+            _contiguous(cache, layer, page_table) for cache in (cache_c_kv, cache_k_pe)
+        )
+        layer, slots = 0, jnp.arange(page_table.shape[0])
     latent = q_latent.shape[-1]
     query = jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]
     capacity = cache_c_kv.shape[2]
@@ -46,10 +55,8 @@ def tree_mla(
         # the rows it shares with the block before it are masked.
         first = block * size
         start = jnp.minimum(first, capacity - size)
-        keys = jnp.concatenate(
-            [_rows(cache, layer, slots, start, size) for cache in (cache_c_kv, cache_k_pe)],
-            axis=-1,
-        )
+        parts = [_rows(cache, layer, slots, start, size) for cache in (cache_c_kv, cache_k_pe)]
+        keys = jnp.concatenate(parts, axis=-1)
         position = start + jnp.arange(size)
         seen = (position >= first) & (position < lengths[:, None])
         visible = jnp.broadcast_to(seen[:, None], (*query.shape[:2], size))
@@ -65,10 +72,18 @@ def tree_mla(
     return streaming_attention(query, load, n_blocks, last, scale)[:, :, 0]
 
 
-def _rows(cache: jax.Array, layer: int, slots: jax.Array, start: jax.Array, size: int) -> jax.Array:
+def _rows(
+    cache: jax.Array, layer: int | jax.Array, slots: jax.Array, start: jax.Array, size: int
+) -> jax.Array:
     width = cache.shape[-1]
 
     def one(slot: jax.Array) -> jax.Array:
         return lax.dynamic_slice(cache, (layer, slot, start, 0), (1, 1, size, width))[0, 0]
 
     return jax.vmap(one)(slots)
+
+
+def _contiguous(cache: jax.Array, layer: int | jax.Array, page_table: jax.Array) -> jax.Array:
+    """Returns one layer's pages, a sequence's in one slot: [1, b, pages * rows, width]."""
+    pages = cache.at[layer, page_table].get(mode="clip")
+    return pages.reshape(1, page_table.shape[0], -1, cache.shape[-1])

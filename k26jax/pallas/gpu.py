@@ -1,0 +1,107 @@
+"""How a Pallas kernel is launched: one place for the backend, its parameters and its tiles.
+
+Kernels use the Triton lowering, one source for all architectures. On the CPU they are interpreted,
+which is for tests. The platform is the one of the mesh in context, so that a program can be
+compiled for a GPU that is not there.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from k26jax.errors import KernelError
+
+OLDEST_JAX = (0, 11, 2)
+# Device kinds by the architecture whose tiles they take.
+_KINDS = (
+    (r"H100|H200|H800|GH200|H20\b", "sm_90"),
+    (r"B100|B200|B300|GB200|GB300", "sm_100"),
+    (r"RTX PRO|RTX 50|GB10", "sm_120"),
+)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one kernel is cut on one architecture.
+
+    rows: tokens of one program.
+    columns: outputs of one program (products) or keys of one block (attention).
+    splits: parts a sum is cut into, whatever the number of rows.
+    depth: elements of a sum that one step takes.
+    chunk: tiles of outputs that one program takes in turn.
+    warps, stages: of one program.
+    """
+
+    rows: int = 16
+    columns: int = 64
+    splits: int = 1
+    depth: int = 256
+    chunk: int = 1
+    warps: int = 4
+    stages: int = 3
+
+
+def platform() -> str:
+    """Returns the platform that programs are compiled for: "cpu", "gpu" or another."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def architecture() -> str | None:
+    """Returns sm_90, sm_100 or sm_120; None where kernels are interpreted.
+
+    Raises: KernelError for a GPU without tiles or a JAX without the kernels' compiler.
+    """
+    if platform() == "cpu":
+        return None
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    kind = device.device_kind
+    if jax.__version_info__ < OLDEST_JAX:
+        raise KernelError(
+            f"the GPU kernels need JAX {'.'.join(map(str, OLDEST_JAX))} (Python 3.12) or newer, "
+            f"this is {jax.__version__}; update JAX or use kernels='reference'"
+        )
+    for pattern, name in _KINDS:
+        if re.search(pattern, kind):
+            return name
+    raise KernelError(
+        f"no kernel tiles for {kind!r} ({platform()}); known are Hopper and Blackwell GPUs; "
+        "use kernels='reference'"
+    )
+
+
+def launch(
+    kernel: Callable[..., None],
+    *operands: jax.Array,
+    name: str,
+    grid: Sequence[int],
+    out_shape: Any,
+    tile: Tile,
+    aliases: dict[int, int] | None = None,
+) -> Any:
+    """Returns the kernel's outputs; every reference is a whole array that the kernel indexes.
+
+    Args:
+      grid: at most three axes, the longest first (the others stay below 65,536).
+      aliases: operand number -> output number that shares its memory.
+    """
+    with warnings.catch_warnings():
+        # One source for three architectures; Mosaic GPU has none. Tracked in docs/kernels.md.
+        warnings.filterwarnings("ignore", message=".*Pallas Triton backend is deprecated.*")
+        return pl.pallas_call(
+            kernel,
+            grid=tuple(grid),
+            out_shape=out_shape,
+            compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+            interpret=architecture() is None,
+            input_output_aliases=aliases or {},
+            name=name,
+        )(*operands)

@@ -1,0 +1,315 @@
+"""The two programs of tree_mla: a partial softmax over one split, and the merge of the splits."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from k26jax.pallas.gpu import Tile
+from k26jax.pallas.tree_mla.splits import Tiers, split_of, split_start
+
+_MASKED = -1e30
+
+State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Static sizes of one launch.
+
+    n_splits: splits that the capacity and the tree can reach.
+    n_tail: splits that one token's tail can reach.
+    n_mixed: key blocks of a split that can hold tree rows.
+    page: rows of a page, or of a slot where there is no page table.
+    """
+
+    batch: int
+    tokens: int
+    heads: int
+    latent: int
+    n_splits: int
+    n_tail: int
+    n_mixed: int
+    page: int
+    is_paged: bool
+    tile: Tile
+    tiers: Tiers
+    scale: float
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.heads
+
+    @property
+    def head_tiles(self) -> int:
+        return pl.cdiv(self.heads, self.tile.rows)
+
+    @property
+    def row_tiles(self) -> int:
+        return pl.cdiv(self.rows, self.tile.rows)
+
+    @property
+    def tail_programs(self) -> int:
+        return self.n_tail * self.tokens * self.head_tiles
+
+    @property
+    def programs(self) -> int:
+        return self.batch * (self.tail_programs + self.n_splits * self.row_tiles)
+
+
+def padded(n: int) -> int:
+    """Returns the size that an axis of n has inside a kernel: a power of two that a dot takes."""
+    return max(16, pl.next_power_of_2(n))
+
+
+class Operands(NamedTuple):
+    """References of `attend` in their order: what it reads, then the partials it writes.
+
+    table: pages of each sequence; its slot where there is no page table.
+    route: root path of each tree row.
+    """
+
+    layer: Any
+    table: Any
+    lengths: Any
+    route: Any
+    q_latent: Any
+    q_pe: Any
+    cache_c_kv: Any
+    cache_k_pe: Any
+    tree_c_kv: Any
+    tree_k_pe: Any
+    highest: Any
+    total: Any
+    weighted: Any
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What one program does; traced numbers.
+
+    token: the tail's token; 0 in shared programs.
+    first_row, end_row: its rows of all heads; a tile may reach past the end.
+    begin, end: positions of its split.
+    last: the last position that its rows see.
+    needed: whether there is anything to do.
+    """
+
+    sequence: jax.Array
+    token: jax.Array
+    length: jax.Array
+    split: jax.Array
+    first_row: jax.Array
+    end_row: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    last: jax.Array
+    needed: jax.Array
+
+
+def _job(lengths_ref: Any, route_ref: Any, shape: Shape) -> _Job:
+    """Returns this program's work: tails and long splits start first, tiles of a split together."""
+    sequence, number = pl.program_id(0) % shape.batch, pl.program_id(0) // shape.batch
+    is_tail = number < shape.tail_programs
+    shared = number - shape.tail_programs
+    head_tile, turn = number % shape.head_tiles, number // shape.head_tiles
+    token = jnp.where(is_tail, turn % shape.tokens, 0)
+    length = lengths_ref[sequence]
+    boundary = split_of(length, shape.tiers)
+    split = jnp.where(
+        is_tail, boundary + turn // shape.tokens, shape.n_splits - 1 - shared // shape.row_tiles
+    )
+    tail_row = token * shape.heads + head_tile * shape.tile.rows
+    last = jnp.where(is_tail, length + _depth(route_ref, sequence, token), length - 1)
+    begin = split_start(split, shape.tiers)
+    return _Job(
+        sequence=sequence,
+        token=token,
+        length=length,
+        split=split,
+        first_row=jnp.where(is_tail, tail_row, shared % shape.row_tiles * shape.tile.rows),
+        end_row=jnp.where(is_tail, (token + 1) * shape.heads, shape.rows),
+        begin=begin,
+        end=split_start(split + 1, shape.tiers),
+        last=last,
+        needed=jnp.where(is_tail, begin <= last, split < boundary),
+    )
+
+
+def _depth(route_ref: Any, sequence: jax.Array, token: jax.Array) -> jax.Array:
+    """Returns how many ancestors a tree row has."""
+    route = route_ref[sequence, token, :]
+    return jnp.sum(jnp.where(route >= 0, 1, 0)) - 1
+
+
+def attend(*refs: Any, shape: Shape) -> None:
+    """One program: the partial softmax of one tile of rows over one split of keys."""
+    on, tile = Operands(*refs), shape.tile
+    job = _job(on.lengths, on.route, shape)
+
+    @pl.when(job.needed)
+    def _() -> None:
+        row = job.first_row + jnp.arange(tile.rows)
+        is_row = row < job.end_row
+        query = [_load(ref, (job.sequence, row), is_row) for ref in (on.q_latent, on.q_pe)]
+        # Outside the loop where that is possible: a loop prefetches a look-up before the rows it
+        # leads to, and those half as far.
+        slot = on.layer[0], on.table[job.sequence, 0]
+
+        def absorb(block: jax.Array, state: State, *, is_cached: bool) -> State:
+            start = job.begin + block * tile.columns
+            seen = start + jnp.arange(tile.columns) <= job.last
+            keys = _keys(on, job, shape, slot, start, is_cached)
+            return _absorb(query, keys, seen, shape.scale, state)
+
+        state = (
+            jnp.full(tile.rows, _MASKED, jnp.float32),
+            jnp.zeros(tile.rows, jnp.float32),
+            jnp.zeros((tile.rows, padded(shape.latent)), jnp.float32),
+        )
+        n_cached = jnp.maximum(jnp.minimum(job.end, job.length) - job.begin, 0) // tile.columns
+        n_blocks = pl.cdiv(jnp.minimum(job.end, job.last + 1) - job.begin, tile.columns)
+        state = lax.fori_loop(0, n_cached, functools.partial(absorb, is_cached=True), state)
+        # Blocks that may hold tree rows, written out: as a loop they need more registers than
+        # there are.
+        for block in (n_cached + turn for turn in range(shape.n_mixed)):
+            state = lax.cond(
+                block < n_blocks,
+                functools.partial(absorb, block, is_cached=False),
+                lambda state: state,
+                state,
+            )
+        highest, total, weighted = state
+        at = (job.sequence, job.split, pl.ds(job.first_row, tile.rows))
+        plt.store(on.highest.at[at], highest, mask=is_row)
+        plt.store(on.total.at[at], total, mask=is_row)
+        columns = jnp.arange(weighted.shape[1])
+        plt.store(
+            on.weighted.at[(*at, pl.ds(0, len(columns)))],
+            weighted,
+            mask=is_row[:, None] & (columns < shape.latent)[None, :],
+        )
+
+
+def _keys(
+    on: Operands,
+    job: _Job,
+    shape: Shape,
+    slot: tuple[jax.Array, jax.Array],
+    start: jax.Array,
+    is_cached: bool,
+) -> list[jax.Array]:
+    """Returns the key block at position `start`, latents and rotary keys, zero where unseen.
+
+    Args:
+      slot: layer, and the sequence's slot or its first page.
+      is_cached: whether all of the block lies below the length.
+    """
+    position = start + jnp.arange(shape.tile.columns)
+    cached = (*slot, position)
+    if shape.is_paged:
+        entry = jnp.minimum(start, jnp.maximum(job.length - 1, 0)) // shape.page
+        page = on.table[job.sequence, entry]
+        cached = (slot[0], page, position - entry * shape.page)
+    if is_cached:
+        return [_load(ref, cached) for ref in (on.cache_c_kv, on.cache_k_pe)]
+    ahead, seen = position - job.length, position <= job.last
+    node = plt.load(on.route.at[job.sequence, job.token, jnp.maximum(ahead, 0)], mask=seen, other=0)
+    keys = []
+    for cache, tree in ((on.cache_c_kv, on.tree_c_kv), (on.cache_k_pe, on.tree_k_pe)):
+        held = _load(cache, cached, ahead < 0)
+        keys.append(_load(tree, (job.sequence, node), seen & (ahead >= 0), held))
+    return keys
+
+
+def _load(ref: Any, at: tuple[Any, ...], exists: Any = None, other: Any = 0) -> jax.Array:
+    """Returns rows of the reference, padded with `other` to a power of two.
+
+    Args:
+      at: index of each axis but the last; the last of these is an array of rows.
+      exists: which rows to read, the others being `other`; without, all.
+    """
+    *lead, row = at
+    width = ref.shape[-1]
+    columns = jnp.arange(padded(width))
+    rows = ref.at[(*lead, row[:, None], columns[None, :])]
+    if exists is None and width == len(columns):
+        return plt.load(rows)
+    if exists is None:
+        exists = jnp.full(row.shape, True)
+    return plt.load(rows, mask=exists[:, None] & (columns < width)[None, :], other=other)
+
+
+def _absorb(
+    query: list[jax.Array], keys: list[jax.Array], seen: jax.Array, scale: float, state: State
+) -> State:
+    """Returns the running softmax with one more block of keys, of which every row sees one."""
+    highest, total, weighted = state
+    precision = lax.Precision.HIGHEST if keys[0].dtype == jnp.float32 else None
+    dot = functools.partial(plt.dot, precision=precision)
+    scores = dot(query[0], keys[0], trans_b=True) + dot(query[1], keys[1], trans_b=True)
+    scores = jnp.where(seen[None, :], scores * (scale * math.log2(math.e)), _MASKED)
+    new_highest = jnp.maximum(highest, scores.max(axis=1))
+    weights = jnp.exp2(scores - new_highest[:, None])
+    shrink = jnp.exp2(highest - new_highest)
+    return (
+        new_highest,
+        total * shrink + weights.sum(axis=1),
+        weighted * shrink[:, None] + dot(weights.astype(keys[0].dtype), keys[0]),
+    )
+
+
+def merge(
+    lengths_ref: Any,
+    route_ref: Any,
+    highest_ref: Any,
+    total_ref: Any,
+    weighted_ref: Any,
+    out_ref: Any,
+    *,
+    shape: Shape,
+    tile: Tile,
+) -> None:
+    """One program: some latent columns of one row, from all splits it sees, in their order."""
+    n_parts = pl.cdiv(shape.latent, tile.columns)
+    part, number = pl.program_id(0) % n_parts, pl.program_id(0) // n_parts
+    sequence, row = number // shape.rows, number % shape.rows
+    last = lengths_ref[sequence] + _depth(route_ref, sequence, row // shape.heads)
+    n_splits = split_of(last, shape.tiers) + 1
+    columns = part * tile.columns + jnp.arange(tile.columns)
+    is_column = columns < shape.latent
+
+    def load(ref: Any, chunk: jax.Array, other: float) -> tuple[jax.Array, jax.Array]:
+        splits = chunk * tile.splits + jnp.arange(tile.splits)
+        return splits, plt.load(ref.at[sequence, splits, row], mask=splits < n_splits, other=other)
+
+    def highest_of(chunk: jax.Array, highest: jax.Array) -> jax.Array:
+        return jnp.maximum(highest, load(highest_ref, chunk, _MASKED)[1].max())
+
+    n_chunks = pl.cdiv(n_splits, tile.splits)
+    highest = lax.fori_loop(0, n_chunks, highest_of, jnp.float32(_MASKED))
+
+    def add(chunk: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        splits, share = load(highest_ref, chunk, _MASKED)
+        share = jnp.exp2(share - highest)
+        weighted = plt.load(
+            weighted_ref.at[sequence, splits[:, None], row, columns[None, :]],
+            mask=(splits < n_splits)[:, None] & is_column[None, :],
+            other=0,
+        )
+        total = jnp.sum(share * load(total_ref, chunk, 0.0)[1])
+        return state[0] + total, state[1] + jnp.sum(share[:, None] * weighted, axis=0)
+
+    start = jnp.float32(0), jnp.zeros(tile.columns, jnp.float32)
+    total, weighted = lax.fori_loop(0, n_chunks, add, start)
+    plt.store(
+        out_ref.at[sequence, row, pl.ds(part * tile.columns, tile.columns)],
+        weighted / total,
+        mask=is_column,
+    )

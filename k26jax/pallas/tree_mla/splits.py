@@ -1,0 +1,34 @@
+"""The one partition of positions into splits, whose partial results are merged in order.
+
+A split is a run of positions that starts and ends at fixed places, whatever the length, the tree,
+the batch and the capacity. So a position stands at the same place of the same sum in every call.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+
+# (size, count) in order of position; sizes are multiples of every key block. A split grows with
+# its position: then the splits of a context of any length keep all cores of a GPU busy for about
+# the same time. The last count is without end.
+Tiers = tuple[tuple[int, int], ...]
+TIERS: Tiers = ((128, 64), (384, 64), (1536, 64), (2048, 1 << 20))
+
+
+def split_of(position: Any, tiers: Tiers = TIERS, xp: ModuleType = jnp) -> Any:
+    """Returns the split that holds a position; with `xp` NumPy, of a number."""
+    index, start = 0, 0
+    for size, count in tiers:
+        index += xp.clip((xp.maximum(position, start) - start) // size, 0, count)
+        start += size * count
+    return index
+
+
+def split_start(split: Any, tiers: Tiers = TIERS, xp: ModuleType = jnp) -> Any:
+    """Returns the first position of a split; with `xp` NumPy, of a number."""
+    position, first = 0, 0
+    for size, count in tiers:
+        position += size * xp.clip(split - first, 0, count)
+        first += count
+    return position
