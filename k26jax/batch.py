@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import itertools
 import json
 import os
@@ -129,18 +130,19 @@ def run_batch(
                 running[next(numbers)] = row, request
                 yield request
 
-    for number, chunk in llm.engine.run(requests()):
-        summary.tokens += len(chunk.token_ids)
-        if chunk.output is not None:
-            row, request = running.pop(number)
-            prompt_tokens = len(request.prompt_token_ids)
-            summary.succeeded += 1
-            summary.forwards += chunk.output.metrics.target_forwards
-            summary.following_tokens += len(chunk.output.token_ids) - 1
-            record = chunk.output.record(prompt_tokens)
-            write({"custom_id": row.custom_id, **record, "error": None})
-        if on_progress:
-            on_progress(summary)
+    with contextlib.closing(llm.engine.run(requests())) as run:
+        for number, chunk in run:
+            summary.tokens += len(chunk.token_ids)
+            if chunk.output is not None:
+                row, request = running.pop(number)
+                prompt_tokens = len(request.prompt_token_ids)
+                summary.succeeded += 1
+                summary.forwards += chunk.output.metrics.target_forwards
+                summary.following_tokens += len(chunk.output.token_ids) - 1
+                record = chunk.output.record(prompt_tokens)
+                write({"custom_id": row.custom_id, **record, "error": None})
+            if on_progress:
+                on_progress(summary)
     return summary
 
 

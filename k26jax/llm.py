@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ from k26jax.engine.engine import Engine
 from k26jax.engine.loading import Progress, load, require_tokenizer, without_drafter
 from k26jax.engine.output import CompletionOutput, RequestOutput, StreamChunk
 from k26jax.engine.request import Request, SamplingParams, make_request, refuse_unknown
+from k26jax.engine.runner import SHUT_DOWN
 from k26jax.errors import K26Error, RequestError
 
 Prompt = str | Sequence[int]
@@ -73,7 +75,7 @@ class LLM:
         Raises: RequestError after `shutdown`.
         """
         if self._engine is None:
-            raise RequestError("this LLM was shut down; make a new one")
+            raise RequestError(SHUT_DOWN)
         return self._engine
 
     def generate(
@@ -91,7 +93,11 @@ class LLM:
           sampling_params: one for all prompts, or one each; default: SamplingParams().
           use_tqdm: show a progress bar with tokens per second.
           raise_on_error: raise the first prompt's error instead.
+
+        Raises: RequestError if another run of this LLM is in progress.
         """
+        engine = self.engine
+        engine.refuse_if_busy()
         items = _as_list(prompts)
         jobs = [
             self._make_requests(prompt, params)
@@ -105,8 +111,11 @@ class LLM:
         finished: dict[int, list[tuple[int, CompletionOutput]]] = {
             job: [] for job in range(len(jobs))
         }
-        with tqdm(total=len(flat), unit="seq", disable=not use_tqdm) as bar:
-            for number, chunk in self.engine.run([request for _, request in flat]):
+        with (
+            tqdm(total=len(flat), unit="seq", disable=not use_tqdm) as bar,
+            contextlib.closing(engine.run([request for _, request in flat])) as run,
+        ):
+            for number, chunk in run:
                 if chunk.output is not None:
                     finished[flat[number][0]].append((number, chunk.output))
                     bar.update()
@@ -117,28 +126,34 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, trace: bool = False
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk, None, None]:
         """Yields a chunk after the prefill and after every decoding step; the last has `output`.
+
+        A stream has the LLM for itself from its first chunk to its end, or to its `close`; until
+        then everything else that runs the model is refused.
 
         Args:
           trace: give each chunk the step's draft tree and accepted path.
 
-        Raises: RequestError at the call, not at the first chunk.
+        Raises: RequestError at the call, not at the first chunk; except that of two streams which
+          were both made before either was read, the other one refuses to be read in between.
         """
+        engine = self.engine
+        engine.refuse_if_busy()
         requests, error = self._make_requests(prompt, sampling_params or SamplingParams())
         if error is not None:
             raise error
         if len(requests) != 1:
             raise RequestError("stream gives one sequence; set n = 1")
-        engine = self.engine
         if trace:
             engine.runner.warm_up_traces()
-        return (chunk for _, chunk in engine.run(requests, steps_per_dispatch=1, trace=trace))
+        return _chunks(engine.run(requests, steps_per_dispatch=1, trace=trace))
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Returns the target's logits after each token, float32 [len(token_ids), vocabulary].
 
-        Raises: RequestError for ids outside the vocabulary, none, or more than the context holds.
+        Raises: RequestError for ids outside the vocabulary, none, or more than the context holds,
+          and if a run of this LLM is in progress.
         """
         engine, loaded = self.engine, self.engine.loaded
         request = make_request(
@@ -149,7 +164,7 @@ class LLM:
             eos_ids=(),
             seed=0,
         )
-        return engine.runner.logits(request.prompt_token_ids)
+        return engine.logits(request.prompt_token_ids)
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Returns the checked request of one sequence, for `engine.run`.
@@ -245,6 +260,14 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         ids = list(requests[0].prompt_token_ids) if requests else []
         return RequestOutput(text, ids, outputs, error=str(error) if error else None)
+
+
+def _chunks(
+    run: Generator[tuple[int, StreamChunk], None, None],
+) -> Generator[StreamChunk, None, None]:
+    with contextlib.closing(run):
+        for _, chunk in run:
+            yield chunk
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -17,7 +19,13 @@ from k26jax.engine.output import (
 )
 from k26jax.engine.request import Request
 from k26jax.engine.runner import Runner
+from k26jax.errors import RequestError
 from k26jax.spec.step import Steps
+
+_BUSY = (
+    "another run of this LLM is in progress, such as a stream that is not read to its end; finish "
+    "or close it first"
+)
 
 
 class _Running:
@@ -54,11 +62,17 @@ class _Running:
 
 
 class Engine:
-    """Runs requests on the slots of one runner, first come first served."""
+    """Runs requests on the slots of one runner, first come first served, one run at a time."""
 
     def __init__(self, loaded: Loaded):
         self.loaded = loaded
         self.runner = Runner(loaded)
+        self._in_use = threading.Lock()
+
+    def refuse_if_busy(self) -> None:
+        """Raises RequestError if a run is in progress; it would lose its slots to another."""
+        if self._in_use.locked():
+            raise RequestError(_BUSY)
 
     def run(
         self,
@@ -66,21 +80,23 @@ class Engine:
         *,
         steps_per_dispatch: int | None = None,
         trace: bool = False,
-    ) -> Iterator[tuple[int, StreamChunk]]:
+    ) -> Generator[tuple[int, StreamChunk], None, None]:
         """Yields (number of the request, chunk) until every request has ended.
 
-        If the caller stops early, all slots are freed.
+        The run has all slots from its first chunk on; its end, its `close` and an error free them.
 
         Args:
           requests: read one by one, each when a slot is free for it.
           steps_per_dispatch: steps between two looks of the host; default: the configured number.
           trace: record the trees of each step.
+
+        Raises: RequestError at the first chunk if another run is in progress, at the next one if
+          the runner was closed.
         """
         waiting = enumerate(requests)
         is_more = True
-        slots: dict[int, _Running] = {}
         limit = steps_per_dispatch or self.loaded.config.steps_per_dispatch
-        try:
+        with self._take_slots() as slots:
             while is_more or slots:
                 for slot in [s for s in range(self.runner.slots) if s not in slots]:
                     item = next(waiting, None)
@@ -91,9 +107,30 @@ class Engine:
                 if slots:
                     steps = self.runner.run(limit, record_trees=trace)
                     yield from self._read(steps, slots)
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Returns the target's logits after each token, float32 [t, w].
+
+        Raises: RequestError if a run is in progress.
+        """
+        with self._take_slots():
+            return self.runner.logits(token_ids)
+
+    @contextlib.contextmanager
+    def _take_slots(self) -> Iterator[dict[int, _Running]]:
+        """Gives the caller all slots; those that it leaves busy are freed."""
+        if not self._in_use.acquire(blocking=False):
+            raise RequestError(_BUSY)
+        slots: dict[int, _Running] = {}
+        try:
+            self.runner.restore()
+            yield slots
         finally:
-            for slot in slots:
-                self.runner.release(slot)
+            try:
+                for slot in slots:
+                    self.runner.release(slot)
+            finally:
+                self._in_use.release()
 
     def _admit(
         self, slot: int, item: tuple[int, Request], slots: dict[int, _Running]
@@ -105,6 +142,7 @@ class Engine:
 
     def _read(self, steps: Steps, slots: dict[int, _Running]) -> Iterator[tuple[int, StreamChunk]]:
         """Yields one chunk per step and running sequence, in the order of the steps."""
+        assert steps.n_run > 0, f"slots {list(slots)} are busy here and idle on the device"
         for step in range(int(steps.n_run)):
             for slot, running in list(slots.items()):
                 count = int(steps.emitted_len[step, slot])
@@ -126,9 +164,9 @@ class Engine:
         running = slots[slot]
         chunk = running.chunk(token_ids, traces)
         if chunk.finish_reason is not None:
-            del slots[slot]
             # A stop string is seen here alone; the device may have gone on.
             self.runner.release(slot)
+            del slots[slot]
         yield running.number, chunk
 
 

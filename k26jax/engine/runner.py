@@ -1,4 +1,4 @@
-"""The compiled programs and the device state: the only place of the engine that calls JAX."""
+"""The compiled programs and the state of the slots, which they read and write on the device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import numpy as np
 from k26jax.config import MAX_STOP_IDS
 from k26jax.engine.loading import Loaded
 from k26jax.engine.request import Request, SamplingParams
+from k26jax.errors import RequestError
 from k26jax.model.parameters import Params, bind
 from k26jax.spec.prefill import Chunk, prefill
 from k26jax.spec.state import Models, Sampling, SpecState, seed_words
 from k26jax.spec.step import Steps, run_steps
 
+SHUT_DOWN = "this LLM was shut down; make a new one"
 _SMALL_CHUNK = 32
 
 
@@ -33,7 +35,7 @@ class Runner:
         largest = min(config.chunked_prefill_size, loaded.context_length)
         self.chunk_sizes = sorted({min(_SMALL_CHUNK, largest), largest})
         self.slots = config.max_running_requests
-        self._state = self._empty_state()
+        self._state: SpecState | None = self._empty_state()
 
     @property
     def programs(self) -> list[str]:
@@ -73,8 +75,19 @@ class Runner:
         return jax.device_get(steps)
 
     def release(self, slot: int) -> None:
-        """Makes a slot idle."""
+        """Makes a slot idle; after `close` there is none."""
+        if self._state is None:
+            return
+        self.restore()
         self._state = self._program("release")(self._state, np.int32(slot))
+
+    def restore(self) -> None:
+        """Replaces a state that is lost: an interrupted program had it and gave no new one.
+
+        Ctrl-C during a dispatch does that. All slots are idle then.
+        """
+        if self._state is not None and any(x.is_deleted() for x in jax.tree.leaves(self._state)):
+            self._state = self._empty_state()
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Returns the target's logits after each token, float32 [t, w]; uses slot 0.
@@ -93,9 +106,11 @@ class Runner:
     def close(self) -> None:
         """Frees the state and the programs."""
         self._compiled.clear()
-        del self._state
+        self._state = None
 
     def _program(self, name: str) -> Callable[..., Any]:
+        if self._state is None:
+            raise RequestError(SHUT_DOWN)
         if name not in self._compiled:
             self._compiled[name] = self._compile(name)
         return self._compiled[name]
