@@ -26,19 +26,25 @@ _SAMPLING = (
 )
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for every field of EngineConfig."""
+def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Adds a flag for every field of EngineConfig.
+
+    Args:
+      defaults: values of this command that differ from EngineConfig's.
+    """
+    parser.set_defaults(engine_defaults=defaults)
     group = parser.add_argument_group(
         "engine",
         f"Each of these may be set in the environment too: {ENVIRONMENT_PREFIX} and the flag's "
         f"name in capitals, such as {_variable('model_path')}. The flag wins.",
     )
     for item in fields(EngineConfig):
+        default = defaults.get(item.name, item.default)
         shown = ""
         if item.name == "model_path":
             shown = " (required)"
-        elif item.default is not None:
-            shown = f" (default: {item.default})"
+        elif default is not None:
+            shown = f" (default: {default})"
         group.add_argument(
             "--" + item.name.replace("_", "-"),
             *item.metadata.get("aliases", []),
@@ -54,7 +60,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def engine_options(
     args: argparse.Namespace, environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Returns the engine options that a flag gives, or else an environment variable.
+    """Returns the engine options that a flag gives, or else a variable, or else the command.
 
     An empty variable counts as not set. This is the only place that reads them.
 
@@ -64,7 +70,7 @@ def engine_options(
     for variable in environment:
         if variable.startswith(ENVIRONMENT_PREFIX) and variable not in known:
             say(f"note: no option reads the variable {variable}{nearest(variable, known)}")
-    options = {}
+    options = dict(args.engine_defaults)
     for name, reader in _readers().items():
         value = getattr(args, name)
         text = environment.get(_variable(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -29,11 +30,14 @@ def option(default: Any, help_text: str, **extra: Any) -> Any:
 class EngineConfig:
     """Options of `LLM` and of every command that loads a model."""
 
-    model_path: str = option("", "model folder (Hugging Face layout)", aliases=["--model"])
+    model_path: str = option(
+        "", "model folder (Hugging Face layout)", aliases=["--model"], is_path=True
+    )
     speculative_draft_model_path: str | None = option(
         None,
         "DFlash drafter folder",
         aliases=["--speculative-draft-model", "--draft-model"],
+        is_path=True,
     )
     speculative_algorithm: str | None = option(
         None, "DDTREE, DFLASH or NONE; default: DDTREE if a drafter is given, else NONE"
@@ -60,19 +64,23 @@ class EngineConfig:
         "tokens of one sequence, prompt and output; default: the model's limit, at most 4096",
         aliases=["--max-model-len", "--max-seq-len"],
     )
-    max_running_requests: int = option(4, "sequences decoded together", aliases=["--max-num-seqs"])
+    max_running_requests: int = option(
+        1,
+        "sequences decoded together; a step costs as much as for all of them, however few run",
+        aliases=["--max-num-seqs"],
+    )
     chunked_prefill_size: int = option(256, "prompt tokens of one prefill pass")
     steps_per_dispatch: int = option(8, "decoding steps run on the device before the host looks")
     compile_cache_dir: str = option(
         "auto",
         "folder of compiled programs, for a faster next start; auto: in the user's cache folder, "
         "none: keep nothing",
+        is_path=True,
     )
     seed: int = option(0, "seed of requests that bring none", aliases=["--random-seed"])
 
     def __post_init__(self) -> None:
-        if not self.model_path:
-            raise RequestError("model_path is empty; give a model folder")
+        self._check_strings()
         self.algorithm  # noqa: B018 - refuses an unknown name
         optional = {item.name for item in fields(self) if item.default is None}
         for name, low, high in (
@@ -94,6 +102,25 @@ class EngineConfig:
             if choices and getattr(self, item.name) not in choices:
                 raise RequestError(
                     f"{item.name} = {getattr(self, item.name)!r}, expected one of {choices}"
+                )
+
+    def _check_strings(self) -> None:
+        """Raises RequestError for text that is empty or something else; paths become text."""
+        for item in fields(self):
+            # `choices` are checked as such.
+            if item.type not in ("str", "str | None") or item.metadata.get("choices"):
+                continue
+            value = getattr(self, item.name)
+            is_path = bool(item.metadata.get("is_path"))
+            if is_path and isinstance(value, os.PathLike):
+                value = os.fspath(value)
+                object.__setattr__(self, item.name, value)
+            if value is None and item.default is None:
+                continue
+            if not isinstance(value, str) or not value:
+                expected = "the path of a folder" if is_path else "text"
+                raise RequestError(
+                    f"{item.name} = {value!r}, expected {expected}: {item.metadata['help']}"
                 )
 
     @property

@@ -1,5 +1,8 @@
 """EngineConfig: ranges, choices and the algorithm in force."""
 
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
 from k26jax.config import Algorithm, EngineConfig
@@ -44,6 +47,51 @@ def test_none_only_where_it_is_the_default(name):
         assert getattr(EngineConfig("model", **{name: None}), name) is None
     else:
         refused(name, "None", **{name: None})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model_path",
+        "speculative_draft_model_path",
+        "speculative_algorithm",
+        "compile_cache_dir",
+    ],
+)
+def test_text_is_text_and_not_empty(name):
+    """Bug: compile_cache_dir = "" kept programs in the working folder; None was a TypeError."""
+    draft = {"speculative_draft_model_path": "drafter"}
+    for value in ("", 5, b"path", ["path"], True):
+        refused(f"{name} = {value!r}", "expected", **draft | {name: value})
+    is_optional = name.startswith("speculative")
+    if is_optional:
+        EngineConfig("model", **{name: None})
+    else:
+        refused(f"{name} = None", "expected the path of a folder", **{name: None})
+
+
+def test_every_text_option_is_known_to_that_test():
+    known = {item.name for item in fields(EngineConfig) if item.type in ("str", "str | None")}
+    assert known == {
+        "model_path",
+        "speculative_draft_model_path",
+        "speculative_algorithm",
+        "compile_cache_dir",
+        "dtype",
+        "kernels",
+    }
+
+
+def test_paths_become_text():
+    config = EngineConfig(
+        Path("model"),
+        speculative_draft_model_path=Path("drafter"),
+        compile_cache_dir=Path("cache"),
+    )
+    assert config == EngineConfig(
+        "model", speculative_draft_model_path="drafter", compile_cache_dir="cache"
+    )
+    refused("speculative_algorithm", speculative_algorithm=Path("DDTREE"))
 
 
 @pytest.mark.parametrize(
