@@ -244,6 +244,19 @@ def _row(line: int, custom_id: str, data: dict[str, Any], defaults: dict[str, An
     return Row(line, custom_id, prompt, SamplingParams(**(defaults | params)))
 
 
+def require_writable(path: Path) -> None:
+    """Raises RequestError unless records can be appended to a file; leaves no file behind."""
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise RequestError(
+            f"the output {path} cannot be written ({error.strerror}); give another file"
+        ) from error
+    if not existed:
+        path.unlink()
+
+
 def resume(path: Path) -> set[str]:
     """Returns the custom_ids that an earlier run's output answers, and tidies the file.
 

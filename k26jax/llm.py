@@ -6,7 +6,9 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable, Generator, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +17,15 @@ from tqdm import tqdm
 
 from k26jax.config import EngineConfig
 from k26jax.engine.engine import Engine
-from k26jax.engine.loading import Progress, load, require_tokenizer, without_drafter
+from k26jax.engine.loading import Prepared, Progress, load, prepare, without_drafter
 from k26jax.engine.output import CompletionOutput, RequestOutput, StreamChunk
-from k26jax.engine.request import Request, SamplingParams, make_request, refuse_unknown
+from k26jax.engine.request import (
+    Request,
+    SamplingParams,
+    is_listing,
+    refuse_unknown,
+    token_ids_of,
+)
 from k26jax.engine.runner import SHUT_DOWN
 from k26jax.errors import K26Error, RequestError
 
@@ -56,15 +64,40 @@ class LLM:
 
     def __init__(
         self,
-        model_path: str,
+        model_path: str | os.PathLike[str],
         *,
         on_load: Progress | None = None,
         on_compile: Callable[[str], None] | None = None,
         **options: Any,
     ):
         refuse_unknown("LLM", list(options), [item.name for item in _OPTIONS])
-        self.config = EngineConfig(model_path=str(model_path), **options)
-        self._engine: Engine | None = Engine(load(self.config, on_load))
+        options["model_path"] = model_path
+        self._start(prepare(EngineConfig(**options)), on_load, on_compile)
+
+    @classmethod
+    def from_prepared(
+        cls,
+        prepared: Prepared,
+        *,
+        on_load: Progress | None = None,
+        on_compile: Callable[[str], None] | None = None,
+    ) -> LLM:
+        """Returns the LLM of what `k26jax.engine.loading.prepare` gave.
+
+        A caller who has the request already checks it in between, before the weights are read.
+        """
+        llm = cls.__new__(cls)
+        llm._start(prepared, on_load, on_compile)
+        return llm
+
+    def _start(
+        self,
+        prepared: Prepared,
+        on_load: Progress | None,
+        on_compile: Callable[[str], None] | None,
+    ) -> None:
+        self.config = prepared.config
+        self._engine: Engine | None = Engine(load(prepared, on_load))
         self._engine.runner.warm_up(on_compile)
         self._requests_made = 0
 
@@ -140,7 +173,7 @@ class LLM:
         """
         engine = self.engine
         engine.refuse_if_busy()
-        requests, error = self._make_requests(prompt, sampling_params or SamplingParams())
+        requests, error = self._make_requests(prompt, _checked(sampling_params))
         if error is not None:
             raise error
         if len(requests) != 1:
@@ -155,23 +188,24 @@ class LLM:
         Raises: RequestError for ids outside the vocabulary, none, or more than the context holds,
           and if a run of this LLM is in progress.
         """
-        engine, loaded = self.engine, self.engine.loaded
-        request = make_request(
-            token_ids,
-            SamplingParams(),
-            vocab_size=loaded.models.target.config.vocab_size,
-            context_length=loaded.context_length + 1,
-            eos_ids=(),
-            seed=0,
-        )
-        return engine.logits(request.prompt_token_ids)
+        loaded, ids = self.engine.loaded, token_ids_of(token_ids, "token_ids")
+        context = loaded.context_length
+        if len(ids) > context:
+            raise RequestError(
+                f"token_ids holds {len(ids)} tokens and the context {context}; give fewer or raise "
+                "context_length"
+            )
+        # Nothing is generated, so the context's last position holds a token too.
+        roomy = dataclasses.replace(loaded, context_length=context + 1)
+        request = roomy.request(ids, SamplingParams())
+        return self.engine.logits(request.prompt_token_ids)
 
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Returns the checked request of one sequence, for `engine.run`.
 
         Raises: RequestError if the prompt cannot be run, or n is not 1.
         """
-        if params.n != 1:
+        if _checked(params).n != 1:
             raise RequestError(f"n = {params.n}, expected 1: a request is one sequence")
         requests, error = self._make_requests(prompt, params)
         if error is not None:
@@ -212,7 +246,7 @@ class LLM:
     ) -> tuple[list[Request], K26Error | None]:
         loaded = self.engine.loaded
         try:
-            ids = self.encode(prompt)
+            ids = loaded.encode(prompt)
             requests = []
             for index in range(params.n):
                 seed = self.config.seed + self._requests_made
@@ -220,16 +254,7 @@ class LLM:
                 chosen = params
                 if params.seed is not None and params.n > 1:
                     chosen = dataclasses.replace(params, seed=params.seed + index)
-                requests.append(
-                    make_request(
-                        ids,
-                        chosen,
-                        vocab_size=loaded.models.target.config.vocab_size,
-                        context_length=loaded.context_length,
-                        eos_ids=loaded.eos_ids,
-                        seed=seed,
-                    )
-                )
+                requests.append(loaded.request(ids, chosen, seed=seed))
             return requests, None
         except K26Error as error:
             return [], error
@@ -239,12 +264,7 @@ class LLM:
 
         Raises: TokenizerError for text without a tokenizer, RequestError for another type.
         """
-        if isinstance(prompt, str):
-            tokenizer = require_tokenizer(self.engine.loaded.tokenizer, self.config.model_path)
-            return tokenizer.encode(prompt)
-        if not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in prompt):
-            raise RequestError(f"a prompt is text or a list of token ids, not {prompt!r:.80}")
-        return [int(i) for i in prompt]
+        return self.engine.loaded.encode(prompt)
 
     def _result(
         self,
@@ -273,22 +293,34 @@ def _chunks(
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    expected = "expected text, a list of token ids, or a list of those"
+    if not is_listing(prompts):
+        raise RequestError(f"prompts is {prompts!r:.80}, {expected}")
     items: list[Any] = list(prompts)
-    if items and all(isinstance(item, int | np.integer) for item in items):
+    if items and all(isinstance(item, Integral) for item in items):
         return [items]
     for item in items:
-        if not isinstance(item, str | Sequence | np.ndarray):
-            raise RequestError(f"prompts hold {item!r:.80}, expected text or lists of token ids")
+        if not isinstance(item, str) and not is_listing(item):
+            raise RequestError(f"prompts hold {item!r:.80}, {expected}")
     return items
 
 
 def _params_for(
     prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
+    if not is_listing(params):
+        return [_checked(params)] * len(prompts)
+    items = [_checked(item) for item in params]
+    if len(items) != len(prompts):
         raise RequestError(
-            f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one each"
+            f"{len(items)} sampling_params for {len(prompts)} prompts; give one, or one each"
         )
-    return list(params)
+    return items
+
+
+def _checked(params: Any) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params is {params!r:.80}, expected SamplingParams(...)")
+    return params

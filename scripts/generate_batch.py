@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from k26jax.batch import resume, run_files
+from k26jax.batch import require_writable, resume, run_files
 from k26jax.cli import Parser, run_command
 from k26jax.commands.options import (
     add_engine_options,
@@ -22,8 +22,11 @@ from k26jax.commands.options import (
     sampling_options,
 )
 from k26jax.commands.terminal import Startup, say
+from k26jax.config import EngineConfig
 from k26jax.engine.request import SamplingParams
 from k26jax.errors import RequestError
+
+SLOTS = 4
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,24 +35,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
     add_sampling_options(parser, max_tokens=None)
-    add_engine_options(parser)
+    add_engine_options(parser, max_running_requests=SLOTS)
     parser.set_defaults(run=run)
     return run_command(parser, argv)
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 if every line was answered, 1 if any failed."""
-    options, defaults = engine_options(args), sampling_options(args)
-    SamplingParams(**defaults)
-    if not args.input.is_file():
-        raise RequestError(f"--input {args.input} is not a file")
-    if args.output.exists() and os.path.samefile(args.input, args.output):
-        raise RequestError(f"{args.input} is both --input and --output; give another output")
-    done = resume(args.output)
+    # Everything that can be wrong with the files is found before minutes go into loading.
+    config, defaults = EngineConfig(**engine_options(args)), sampling_options(args)
+    params = SamplingParams(**defaults)
+    _check_files(args.input, args.output)
+    from k26jax.engine.loading import prepare
     from k26jax.llm import LLM
 
-    startup = Startup()
-    with LLM(**options, on_load=startup.on_load, on_compile=startup.on_compile) as llm:
+    prepared = prepare(config)
+    prepared.request([0], params)
+    done = resume(args.output)
+    with (
+        Startup() as startup,
+        LLM.from_prepared(prepared, on_load=startup.on_load, on_compile=startup.on_compile) as llm,
+    ):
         startup.ready(llm.config.algorithm.value)
         summary = run_files(llm, args.input, args.output, done=done, defaults=defaults)
     say(
@@ -58,6 +64,18 @@ def run(args: argparse.Namespace) -> int:
         f"accept length {summary.accept_length:.2f}"
     )
     return 1 if summary.failed else 0
+
+
+def _check_files(source: Path, target: Path) -> None:
+    if not source.is_file():
+        raise RequestError(f"--input {source} is not a file")
+    try:
+        source.open("rb").close()
+    except OSError as error:
+        raise RequestError(f"--input {source} cannot be read ({error.strerror})") from error
+    if target.exists() and os.path.samefile(source, target):
+        raise RequestError(f"{source} is both --input and --output; give another output")
+    require_writable(target)
 
 
 if __name__ == "__main__":

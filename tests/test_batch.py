@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 
 import pytest
 from fixtures.paths import REPOSITORY
@@ -315,3 +316,29 @@ def test_the_script_refuses_what_would_lose_a_file(script, small_pair, tmp_path,
     assert "did you mean '--output'" in capsys.readouterr().err
     assert source.read_bytes() == b'{"custom_id": "a", "prompt": "x"}\n'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+def test_the_script_finds_what_is_wrong_before_the_weights_are_read(
+    script, small_pair, tmp_path, capsys
+):
+    """The folder has no weights: whoever asked for them would say so."""
+    folder, source = tmp_path / "model", tmp_path / "in.jsonl"
+    shutil.copytree(small_pair.target, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    source.write_bytes(b'{"custom_id": "a", "prompt": "x"}\n')
+    good = ["-i", str(source), "-o", str(tmp_path / "out"), "--model-path", str(folder)]
+    for argv, words in (
+        (["-o", str(tmp_path / "none" / "out")], "none/out cannot be written (No such file"),
+        (["-o", str(tmp_path)], "cannot be written (Is a directory)"),
+        (["--stop-token-id", "99999"], "token id 99999"),
+        (["--max-tokens", "0"], "max_tokens = 0"),
+    ):
+        assert script([*good, *argv]) == 2
+        assert words in capsys.readouterr().err
+    assert script(good) == 3
+    assert "no *.safetensors" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "model"]
+
+
+def test_the_script_decodes_four_sequences_together(script, capsys):
+    assert script(["--help"]) == 0
+    assert "however few run (default: 4)" in " ".join(capsys.readouterr().out.split())

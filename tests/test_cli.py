@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -129,6 +130,19 @@ def test_every_field_has_its_variable():
     assert found["speculative_draft_model_path"] == "7"
 
 
+def test_a_command_may_have_its_own_default():
+    parser = Parser()
+    add_engine_options(parser, max_running_requests=4)
+    assert "run (default: 4)" in " ".join(parser.format_help().split())
+    for argv, environment, expected in (
+        ([], {}, 4),
+        ([], {"K26JAX_MAX_RUNNING_REQUESTS": "3"}, 3),
+        (["--max-num-seqs", "2"], {"K26JAX_MAX_RUNNING_REQUESTS": "3"}, 2),
+    ):
+        args = parser.parse_args(["--model", "m", *argv])
+        assert engine_options(args, environment)["max_running_requests"] == expected
+
+
 def test_token_counts_take_a_suffix():
     assert (tokens("64k"), tokens("512"), tokens("1M")) == (65536, 512, 1048576)
     for text in ("", "k", "-1", "1.5k", "64kb", "٣"):
@@ -160,6 +174,49 @@ def test_what_a_command_raises_becomes_an_exit_code(small_pair, tmp_path, capsys
     assert main(["generate", "x", "--model-path", str(tmp_path)]) == 3
 
 
+def test_a_prompt_that_cannot_run_is_refused_before_the_weights_are_read(
+    small_pair, tmp_path, capsys, monkeypatch
+):
+    """The folder has no weights: whoever asked for them would say so."""
+    folder = tmp_path / "model"
+    shutil.copytree(small_pair.target, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    flags = ["--model-path", str(folder), "--context-length", "16"]
+    too_long = small_pair.letters[0] * 17
+    for argv, words in (
+        ([""], "prompt is empty"),
+        ([too_long], "17 tokens and the context 16"),
+        (["a", "--stop-token-id", "99999"], "token id 99999"),
+        (["a", "--max-tokens", "0"], "max_tokens = 0"),
+    ):
+        assert main(["generate", *argv, *flags]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["generate", "a", *flags]) == 3
+    assert "no *.safetensors" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_not_utf8_is_refused_wherever_it_comes_from(tmp_path, capsys, monkeypatch):
+    raw = b"caf\xe9"
+    (tmp_path / "prompt").write_bytes(raw)
+    stdin = io.TextIOWrapper(io.BytesIO(raw), errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    for argv, name in (
+        ([os.fsdecode(raw)], "the command line"),
+        (["\ud83d"], "the command line"),
+        (["--prompt-file", str(tmp_path / "prompt")], str(tmp_path / "prompt")),
+        (["-"], "standard input"),
+    ):
+        assert main(["generate", *argv, "--model-path", "m"]) == 2
+        assert f"prompt from {name} is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_a_size_that_does_not_fit_exits_with_4(small_pair, capsys, monkeypatch):
+    flags = [*small_pair.flags, "--max-running-requests", "4096"]
+    monkeypatch.setattr("k26jax.engine.memory.available_bytes", lambda: 1 << 20)
+    assert main(["generate", "a", *flags]) == 4
+    err = capsys.readouterr().err
+    assert "1 MB are available; lower --max-running-requests (now 4096)" in err
+
+
 def test_a_closed_pipe_ends_quietly(small_pair):
     reading, writing = os.pipe()
     os.close(reading)
@@ -167,6 +224,40 @@ def test_a_closed_pipe_ends_quietly(small_pair):
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("phase", ["on_load", "on_compile"])
+def test_an_error_during_start_up_stands_on_its_own_line(phase, capsys, monkeypatch):
+    def run(args):
+        with Startup() as startup:
+            startup.on_load("target", 1, 2_000_000)
+            if phase == "on_compile":
+                startup.on_compile("steps")
+            raise k26jax.errors.CapacityError("big")
+
+    parser = Parser(prog="tool")
+    parser.set_defaults(run=run)
+    for on_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda tty=on_terminal: tty)
+        assert run_command(parser, []) == 4
+        err = capsys.readouterr().err
+        assert err.replace("\r", "\n").endswith("\ntool: big\n") or err == "tool: big\n"
+        assert "\n\n" not in err
+
+
+def test_ctrl_c_in_the_text_ends_its_line(capsys, monkeypatch):
+    def chunks():
+        yield SimpleNamespace(text="some", output=None)
+        raise KeyboardInterrupt
+
+    llm = SimpleNamespace(
+        stream=lambda *_, **__: chunks(),
+        engine=SimpleNamespace(loaded=SimpleNamespace(tokenizer=None)),
+    )
+    args = argparse.Namespace(json=False, show_trees=False)
+    with pytest.raises(KeyboardInterrupt):
+        generate._stream(llm, "x", SamplingParams(), args)
+    assert capsys.readouterr() == ("some", "\n")
 
 
 def test_start_up_says_each_phase_with_its_time(capsys):
@@ -220,7 +311,7 @@ def test_standard_input_sampling_and_trees(small_pair, plain, capsys, monkeypatc
     prompt = small_pair.letters[2:7]
     params = SamplingParams(seed=11, top_k=6, max_tokens=24, stop=["zz"], ignore_eos=True)
     output = plain.generate(prompt, params)[0].outputs[0]
-    monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.encode())))
     sampled = ("--seed", "11", "--top-k", "6", "--max-tokens", "24", "--stop", "zz", "--ignore-eos")
     shown = ("--show-trees", "--compare-plain", "--json")
     out, err = run_generate(small_pair, capsys, "-", *sampled, *shown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -66,18 +67,22 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 if plain decoding was asked for and gave other tokens."""
     # Everything that can be wrong with the request is found before minutes go into loading.
     params = SamplingParams(**sampling_options(args))
-    options: dict[str, Any] = {"max_running_requests": 1, **engine_options(args)}
-    config = EngineConfig(**options)
+    config = EngineConfig(**engine_options(args))
     if args.compare_plain and config.algorithm is Algorithm.NONE:
         raise RequestError(
             "--compare-plain compares with a drafter; give --speculative-draft-model-path"
         )
     params = dataclasses.replace(params, seed=config.seed)
     prompt = _read_prompt(args)
+    from k26jax.engine.loading import prepare
     from k26jax.llm import LLM
 
-    startup = Startup()
-    with LLM(**options, on_load=startup.on_load, on_compile=startup.on_compile) as llm:
+    prepared = prepare(config)
+    prepared.request(prompt, params)
+    with (
+        Startup() as startup,
+        LLM.from_prepared(prepared, on_load=startup.on_load, on_compile=startup.on_compile) as llm,
+    ):
         if args.show_trees:
             startup.on_compile("traced_steps")
             llm.engine.runner.warm_up_traces()
@@ -97,16 +102,21 @@ def run(args: argparse.Namespace) -> int:
 def _read_prompt(args: argparse.Namespace) -> str:
     if args.prompt_file is not None and args.prompt is not None:
         raise RequestError("a prompt and --prompt-file are both given; give one")
+    name = "the command line"
     try:
         if args.prompt_file is not None:
+            name = str(args.prompt_file)
             return args.prompt_file.read_bytes().decode("utf-8-sig")
         if args.prompt not in (None, "-"):
-            return args.prompt
+            # Bytes that are no UTF-8 are here as lone surrogates.
+            return os.fsencode(args.prompt).decode("utf-8")
+        name = "standard input"
         if sys.stdin.isatty():
             say("reading the prompt from standard input; end it with Ctrl-D on a line of its own")
-        return sys.stdin.read()
-    except (OSError, UnicodeDecodeError) as error:
-        name = args.prompt_file or "standard input"
+        return sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeError as error:
+        raise RequestError(f"the prompt from {name} is not UTF-8 text: {error}") from error
+    except OSError as error:
         raise RequestError(f"the prompt cannot be read from {name}: {error}") from error
 
 
@@ -125,15 +135,19 @@ def _stream(
         say(prompt if len(prompt) <= _SHOWN_PROMPT else "..." + prompt[-_SHOWN_PROMPT:], end="")
     draw = _tree_drawer(llm)
     output, steps = None, []
-    for step, chunk in enumerate(llm.stream(prompt, params, trace=args.show_trees)):
-        if args.show_trees:
-            if step == 0:
-                say()
-            draw(step, chunk)
-            steps += [dataclasses.asdict(trace) for trace in chunk.traces]
-        elif show_text:
-            print(chunk.text, end="", flush=True)
-        output = chunk.output or output
+    try:
+        for step, chunk in enumerate(llm.stream(prompt, params, trace=args.show_trees)):
+            if args.show_trees:
+                if step == 0:
+                    say()
+                draw(step, chunk)
+                steps += [dataclasses.asdict(trace) for trace in chunk.traces]
+            elif show_text:
+                print(chunk.text, end="", flush=True)
+            output = chunk.output or output
+    except KeyboardInterrupt:
+        say()
+        raise
     assert output is not None
     if args.show_trees and show_text:
         say()
@@ -187,9 +201,9 @@ def _compare(
 
     Both run without streaming and without trees, each after a short run to warm up.
     """
-    startup = Startup()
-    plain = llm.without_drafter(startup.on_compile)
-    startup.ready("plain decoding")
+    with Startup() as startup:
+        plain = llm.without_drafter(startup.on_compile)
+        startup.ready("plain decoding")
     runs = []
     for engine in (llm, plain):
         engine.generate(prompt, dataclasses.replace(params, max_tokens=2), raise_on_error=True)

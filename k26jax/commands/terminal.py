@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from typing import Any, Self
 
 from tqdm import tqdm
 
@@ -25,7 +26,8 @@ def uses_color(environment: Mapping[str, str] = os.environ) -> bool:
 class Startup:
     """One line per phase of loading, with its time; the hooks of `LLM` are its methods.
 
-    On a terminal a phase that reads weights has a bar, elsewhere a line every ten seconds.
+    On a terminal a phase that reads weights has a bar, elsewhere a line every ten seconds. What
+    is said after a `with` block stands on a line of its own, even if an error ended the block.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,17 @@ class Startup:
         self._phase: str | None = None
         self._bar: tqdm | None = None
         self._done = self._total = 0
+        self._is_line_open = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        elif self._is_line_open:
+            say()
+        self._bar, self._is_line_open = None, False
 
     def on_load(self, what: str, done: int, total: int) -> None:
         """Shows that `done` of `total` bytes of a model's weights are read."""
@@ -52,6 +65,7 @@ class Startup:
         """Shows that a program is about to be compiled."""
         self.finish_phase()
         self._begin(name)
+        self._is_line_open = True
         say(f"compile {name} ... ", end="")
 
     def finish_phase(self) -> None:
@@ -66,6 +80,7 @@ class Startup:
                 self._bar.close()
             say(f"load {self._phase}: {self._total / 1e6:.1f} MB in {seconds:.1f} s")
         self._phase = self._bar = None
+        self._is_line_open = False
         self._done = self._total = 0
 
     def ready(self, text: str) -> None:

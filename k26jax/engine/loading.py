@@ -1,8 +1,11 @@
-"""From folders to models, parameters and tokenizer on the device: stages checkpoint and params."""
+"""From folders to models, parameters and tokenizer: stages checkpoint and params.
+
+What is cheap and can be wrong comes first (`prepare`), the weights after it (`load`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,15 @@ from k26jax.checkpoint.load import load_params
 from k26jax.checkpoint.reader import open_checkpoint
 from k26jax.config import Algorithm, DraftConfig, EngineConfig, ModelConfig, Quantization
 from k26jax.engine.compile_cache import keep_compiled_programs
+from k26jax.engine.memory import require_memory, tree_bytes
+from k26jax.engine.request import Request, SamplingParams, make_request, token_ids_of
 from k26jax.errors import CapacityError, KernelError, TokenizerError
 from k26jax.model.drafter import Drafter
-from k26jax.model.parameters import Params, abstract
+from k26jax.model.parameters import Params, abstract, arrays
 from k26jax.model.target import Target, arranged
 from k26jax.pallas.gpu import architecture
 from k26jax.spec.plan import Plan
-from k26jax.spec.state import Models
+from k26jax.spec.state import Models, SpecState
 from k26jax.text.tokenizer import Tokenizer, load_tokenizer
 
 DEFAULT_CONTEXT = 4096
@@ -28,10 +33,10 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """Everything an engine needs.
+class Prepared:
+    """Everything about an engine but its weights: what can be known in a second.
 
-    models: abstract modules; `params` holds their arrays under "target" and "drafter".
+    models: abstract modules.
     tokenizer: None if the folder has none; then prompts must be token ids.
     eos_ids: the model's own end tokens, from config, generation config and tokenizer.
     context_length: tokens of one sequence.
@@ -39,48 +44,99 @@ class Loaded:
 
     config: EngineConfig
     models: Models
-    params: Params
     plan: Plan
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
     context_length: int
     dtype: jnp.dtype
 
+    def encode(self, prompt: str | Iterable[int]) -> list[int]:
+        """Returns a prompt's token ids; special strings in text are plain text.
 
-def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
-    """Returns the loaded models of an engine configuration.
+        Raises: TokenizerError for text without a tokenizer, RequestError for another type.
+        """
+        if not isinstance(prompt, str):
+            return token_ids_of(prompt, "a prompt", expected="text or a list of token ids")
+        if self.tokenizer is None:
+            raise TokenizerError(
+                f"{self.config.model_path} holds no tiktoken.model or tokenizer.json; give prompts "
+                "as token ids"
+            )
+        return self.tokenizer.encode(prompt)
 
-    Args:
-      progress: called with (what, bytes done, bytes in all) while weights are read.
+    def request(
+        self, prompt: str | Iterable[int], params: SamplingParams, *, seed: int = 0
+    ) -> Request:
+        """Returns the checked request of one sequence.
 
-    Raises: ConfigError, CheckpointError, TokenizerError or CapacityError, before any weight is
-      used where the fault can be seen in the files' headers.
+        Args:
+          seed: for params that bring none.
+
+        Raises: RequestError or TokenizerError if the prompt cannot be run.
+        """
+        return make_request(
+            self.encode(prompt),
+            params,
+            vocab_size=self.models.target.config.vocab_size,
+            context_length=self.context_length,
+            eos_ids=self.eos_ids,
+            seed=seed,
+        )
+
+    def empty_state(self) -> SpecState:
+        """Returns idle slots."""
+        drafter = self.models.drafter
+        return SpecState.empty(
+            self.models.target.config,
+            drafter.config if drafter else None,
+            slots=self.config.max_running_requests,
+            capacity=self.context_length,
+            dtype=self.dtype,
+        )
+
+    def require_memory(self, *, has_cache: bool = False, **needs: int) -> None:
+        """Raises CapacityError unless these bytes, by name, and the caches fit in memory.
+
+        Args:
+          has_cache: whether the caches are in memory already.
+        """
+        if not has_cache:
+            needs |= {"cache": tree_bytes(jax.eval_shape(self.empty_state))}
+        slots = self.config.max_running_requests
+        require_memory(needs, slots=slots, context_length=self.context_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded(Prepared):
+    """Everything an engine needs.
+
+    params: the arrays of the models, under "target" and "drafter".
     """
-    keep_compiled_programs(config.compile_cache_dir)
+
+    params: Params
+
+
+def prepare(config: EngineConfig) -> Prepared:
+    """Returns what the configuration and tokenizer files of an engine's folders say.
+
+    Raises: ConfigError, TokenizerError or CapacityError.
+    """
     folder = Path(config.model_path)
     model_config = ModelConfig.from_folder(folder)
     context_length = _context_length(config, model_config)
     dtype = _dtype(config.dtype)
     tokenizer = _tokenizer(folder, model_config)
-    params = {}
-    target = abstract(lambda rngs: Target(model_config, dtype=dtype, rngs=rngs))
+    kernels = _kernels(config.kernels, model_config, dtype)
     drafter = None
     if config.algorithm is not Algorithm.NONE:
         draft_folder = Path(str(config.speculative_draft_model_path))
         draft_config = DraftConfig.from_folder(draft_folder)
         draft_config.check_target(model_config, str(draft_folder))
         drafter = abstract(lambda rngs: Drafter(draft_config, dtype=dtype, rngs=rngs))
-        params["drafter"] = _load_arrays(draft_folder, drafter, None, "drafter", progress)
-    layers = model_config.num_hidden_layers
-    params["target"] = _load_arrays(folder, target, layers, "target", progress)
-    kernels = _kernels(config.kernels, model_config, dtype)
-    if kernels == "pallas":
-        target, params["target"] = arranged(target, params["target"])
     eos_ids = model_config.eos_token_ids + (tokenizer.eos_ids if tokenizer else ())
-    return Loaded(
+    return Prepared(
         config=config,
-        models=Models(target, drafter),
-        params=params,
+        models=Models(abstract(lambda rngs: Target(model_config, dtype=dtype, rngs=rngs)), drafter),
         plan=_plan(config, drafter, kernels),
         tokenizer=tokenizer,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
@@ -89,15 +145,46 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     )
 
 
+def load(prepared: Prepared, progress: Progress | None = None) -> Loaded:
+    """Returns an engine's loaded models.
+
+    Args:
+      progress: called with (what, bytes done, bytes in all) while weights are read.
+
+    Raises: CheckpointError or CapacityError, before any weight is read where the fault can be
+      seen in the files' headers.
+    """
+    config, models = prepared.config, prepared.models
+    modules = [models.target] + ([models.drafter] if models.drafter else [])
+    prepared.require_memory(weights=sum(tree_bytes(arrays(m)) for m in modules))
+    keep_compiled_programs(config.compile_cache_dir)
+    params = {}
+    if models.drafter:
+        folder = Path(str(config.speculative_draft_model_path))
+        params["drafter"] = _load_arrays(folder, models.drafter, None, "drafter", progress)
+    layers = models.target.config.num_hidden_layers
+    folder = Path(config.model_path)
+    params["target"] = _load_arrays(folder, models.target, layers, "target", progress)
+    if prepared.plan.kernels == "pallas":
+        target, params["target"] = arranged(models.target, params["target"])
+        prepared = replace(prepared, models=Models(target, models.drafter))
+    return Loaded(**vars(prepared), params=params)
+
+
 def without_drafter(loaded: Loaded) -> Loaded:
-    """Returns the same target, its arrays shared, for plain decoding."""
-    return replace(
+    """Returns the same target, its arrays shared, for plain decoding.
+
+    Raises: CapacityError if there is no room for its cache.
+    """
+    plain = replace(
         loaded,
         config=replace(loaded.config, speculative_algorithm=Algorithm.NONE.value),
         models=Models(loaded.models.target),
         params={"target": loaded.params["target"]},
         plan=Plan.plain(loaded.plan.kernels),
     )
+    plain.require_memory()
+    return plain
 
 
 def _load_arrays(
@@ -116,10 +203,20 @@ def _load_arrays(
 
 
 def _kernels(choice: str, model_config: ModelConfig, dtype: jnp.dtype) -> str:
-    """Returns the implementation to run; "auto" takes the GPU kernels where they apply."""
+    """Returns the implementation to run; "auto" takes the GPU kernels where they apply.
+
+    Raises: KernelError if the kernels were asked for and have no layout for the experts.
+    """
+    has_layout = (
+        not model_config.moe_layer_ids or model_config.quantization is Quantization.INT4_EXPERTS
+    )
+    if choice == "pallas" and not has_layout:
+        raise KernelError(
+            f"{model_config.model_type}: routed experts in {dtype.name} have no kernel, only INT4 "
+            "ones do; use kernels='auto' or 'reference'"
+        )
     if choice != "auto":
         return choice
-    has_layout = model_config.quantization is Quantization.INT4_EXPERTS
     if jax.default_backend() != "gpu" or dtype != jnp.bfloat16 or not has_layout:
         return "reference"
     try:
@@ -161,15 +258,3 @@ def _tokenizer(folder: Path, model_config: ModelConfig) -> Tokenizer | None:
     if not any((folder / name).is_file() for name in ("tiktoken.model", "tokenizer.json")):
         return None
     return load_tokenizer(folder, model_config.vocab_size)
-
-
-def require_tokenizer(tokenizer: Tokenizer | None, folder: str) -> Tokenizer:
-    """Returns the tokenizer.
-
-    Raises: TokenizerError if the folder has none, saying what can be done without.
-    """
-    if tokenizer is None:
-        raise TokenizerError(
-            f"{folder} holds no tiktoken.model or tokenizer.json; give prompts as token ids"
-        )
-    return tokenizer

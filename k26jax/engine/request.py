@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from numbers import Integral
+from typing import Any, TypeGuard, TypeVar
 
 from k26jax.config import MAX_STOP_IDS
 from k26jax.errors import RequestError, nearest
@@ -135,6 +136,24 @@ class Request:
     max_tokens: int
     stop_ids: tuple[int, ...]
     seed: int
+
+
+def is_listing(value: Any) -> TypeGuard[Iterable[Any]]:
+    """Whether a value holds items in their order; text, bytes, objects and sets do not."""
+    unordered = (str, bytes, bytearray, memoryview, Mapping, Set)
+    has_items = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
+    return has_items and not isinstance(value, unordered)
+
+
+def token_ids_of(value: Any, name: str, *, expected: str = "a list of token ids") -> list[int]:
+    """Returns a list of token ids as integers.
+
+    Raises: RequestError that calls the value `name`, for anything else.
+    """
+    items = list(value) if is_listing(value) else None
+    if items is None or any(isinstance(i, bool) or not isinstance(i, Integral) for i in items):
+        raise RequestError(f"{name} is {value!r:.80}, expected {expected}")
+    return [int(item) for item in items]
 
 
 def make_request(

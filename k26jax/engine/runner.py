@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.stages import Compiled
 
 from k26jax.config import MAX_STOP_IDS
 from k26jax.engine.loading import Loaded
@@ -35,7 +36,9 @@ class Runner:
         largest = min(config.chunked_prefill_size, loaded.context_length)
         self.chunk_sizes = sorted({min(_SMALL_CHUNK, largest), largest})
         self.slots = config.max_running_requests
-        self._state: SpecState | None = self._empty_state()
+        self._shapes = jax.eval_shape(loaded.empty_state)
+        self._state: SpecState | None = None
+        self._is_closed = False
 
     @property
     def programs(self) -> list[str]:
@@ -43,15 +46,18 @@ class Runner:
         return [f"prefill_{size}" for size in self.chunk_sizes] + ["steps", "release"]
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
-        """Compiles all programs that generation needs.
+        """Compiles all programs that generation needs, and then makes the slots' state.
 
         Args:
           progress: called with each program's name before it is compiled.
+
+        Raises: CapacityError if state and programs do not fit in memory together.
         """
         for name in self.programs:
             if progress:
                 progress(name)
             self._program(name)
+        self.restore()
 
     def warm_up_traces(self) -> None:
         """Compiles the program that also records trees."""
@@ -76,18 +82,19 @@ class Runner:
 
     def release(self, slot: int) -> None:
         """Makes a slot idle; after `close` there is none."""
-        if self._state is None:
-            return
-        self.restore()
-        self._state = self._program("release")(self._state, np.int32(slot))
+        if not self._is_closed:
+            self.restore()
+            self._state = self._program("release")(self._state, np.int32(slot))
 
     def restore(self) -> None:
-        """Replaces a state that is lost: an interrupted program had it and gave no new one.
+        """Makes a state of idle slots if there is none, or an interrupted program has lost it.
 
-        Ctrl-C during a dispatch does that. All slots are idle then.
+        Ctrl-C during a dispatch does that: the program had the state and gave no new one.
         """
-        if self._state is not None and any(x.is_deleted() for x in jax.tree.leaves(self._state)):
-            self._state = self._empty_state()
+        if self._is_closed:
+            raise RequestError(SHUT_DOWN)
+        if self._state is None or any(x.is_deleted() for x in jax.tree.leaves(self._state)):
+            self._state = self._loaded.empty_state()
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Returns the target's logits after each token, float32 [t, w]; uses slot 0.
@@ -107,17 +114,26 @@ class Runner:
         """Frees the state and the programs."""
         self._compiled.clear()
         self._state = None
+        self._is_closed = True
 
     def _program(self, name: str) -> Callable[..., Any]:
-        if self._state is None:
+        if self._is_closed:
             raise RequestError(SHUT_DOWN)
         if name not in self._compiled:
-            self._compiled[name] = self._compile(name)
+            program = self._compile(name)
+            self._require_memory(program)
+            self._compiled[name] = program
         return self._compiled[name]
 
-    def _compile(self, name: str) -> Callable[..., Any]:
+    def _require_memory(self, program: Compiled) -> None:
+        """Raises CapacityError unless a program's scratch space fits beside the slots' state."""
+        sizes = program.memory_analysis()
+        scratch = sizes.temp_size_in_bytes if sizes else 0
+        self._loaded.require_memory(has_cache=self._state is not None, program=scratch)
+
+    def _compile(self, name: str) -> Compiled:
         kind, _, size = name.partition("_")
-        params, state = self._loaded.params, self._state
+        params, state = self._loaded.params, self._shapes
         if kind in ("prefill", "logits"):
             chunk = self._chunk(0, (), 0, int(size), None)
             program = jax.jit(self._prefill_program(kind == "logits"), donate_argnums=2)
@@ -151,16 +167,6 @@ class Runner:
             )
 
         return program
-
-    def _empty_state(self) -> SpecState:
-        models = self._loaded.models
-        return SpecState.empty(
-            models.target.config,
-            models.drafter.config if models.drafter else None,
-            slots=self.slots,
-            capacity=self._loaded.context_length,
-            dtype=self._loaded.dtype,
-        )
 
     def _chunks(self, slot: int, token_ids: Sequence[int], request: Request | None):
         """Yields the prompt's chunks: large ones, and a small one for a short rest."""
