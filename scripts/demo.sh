@@ -2,8 +2,7 @@
 # Sets up .venv if it is not there and writes text with the trained pair, DDTree beside plain decoding.
 set -eu
 cd "$(dirname "$0")/.."
-[ -x .venv/bin/python ] || python3 -m venv .venv
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -e .
+sh scripts/setup.sh
 exec .venv/bin/k26jax generate --model-path checkpoints/k26-tiny \
   --speculative-draft-model-path checkpoints/k26-tiny-dflash \
   --temperature 0 --max-tokens 96 --show-trees --compare-plain "${1:-import os
