@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -71,7 +72,9 @@ def run_command(parser: Parser, argv: Sequence[str] | None = None) -> int:
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else USAGE
     try:
-        code = args.run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: _say(parser, f"warning: {message}")
+            code = args.run(args)
         sys.stdout.flush()
         return code
     except K26Error as error:
@@ -92,5 +95,9 @@ def run_command(parser: Parser, argv: Sequence[str] | None = None) -> int:
 
 
 def _report(parser: Parser, what: object, code: int) -> int:
-    print(f"{parser.prog}: {what}", file=sys.stderr)
+    _say(parser, what)
     return code
+
+
+def _say(parser: Parser, what: object) -> None:
+    print(f"{parser.prog}: {what}", file=sys.stderr, flush=True)

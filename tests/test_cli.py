@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -215,6 +216,19 @@ def test_a_size_that_does_not_fit_exits_with_4(small_pair, capsys, monkeypatch):
     assert main(["generate", "a", *flags]) == 4
     err = capsys.readouterr().err
     assert "1 MB are available; lower --max-running-requests (now 4096)" in err
+
+
+def test_a_warning_is_one_line(capsys):
+    def run(args):
+        warnings.warn("nothing is kept", stacklevel=1)
+        return 0
+
+    parser = Parser(prog="tool")
+    parser.set_defaults(run=run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert run_command(parser, []) == 0
+    assert capsys.readouterr().err == "tool: warning: nothing is kept\n"
 
 
 def test_a_closed_pipe_ends_quietly(small_pair):

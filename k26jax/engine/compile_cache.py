@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import warnings
 from pathlib import Path
 
 import jax
@@ -10,26 +12,51 @@ from jax.experimental.compilation_cache import compilation_cache
 
 OFF = "none"
 _SETTING = "jax_compilation_cache_dir"
+_set_here: str | None = None
 
 
 def keep_compiled_programs(directory: str) -> None:
     """Makes this process look for compiled programs in a folder, and keep new ones there.
 
-    A folder that JAX was already given (JAX_COMPILATION_CACHE_DIR) stays. A folder that cannot be
-    written costs a compilation, never the run: JAX warns and compiles.
+    JAX has one folder a process, so the newest call holds; a folder that somebody else gave JAX
+    (JAX_COMPILATION_CACHE_DIR) stays. A folder that cannot be used costs compilations and a
+    warning, never the run.
 
     Args:
-      directory: "auto": the user's cache folder; "none": leave JAX as it is.
+      directory: "auto": the user's cache folder; "none": nothing is kept.
     """
-    if directory == OFF or getattr(jax.config, _SETTING) is not None:
+    global _set_here
+    before = getattr(jax.config, _SETTING)
+    if before is not None and before != _set_here:
         return
-    folder = default_folder() if directory == "auto" else Path(directory).expanduser()
-    jax.config.update(_SETTING, str(folder))
-    # JAX settles whether it has a cache at its first compilation, which may be past.
-    compilation_cache.reset_cache()
+    _set_here = None if directory == OFF else _usable_folder(directory)
+    if _set_here != before:
+        jax.config.update(_SETTING, _set_here)
+        # JAX settles whether it has a cache at its first compilation, which may be past.
+        compilation_cache.reset_cache()
 
 
 def default_folder() -> Path:
     """Returns the folder of "auto": k26jax/compiled under the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "k26jax" / "compiled"
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative one counts as none, by the rules of that variable.
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return folder / "k26jax" / "compiled"
+
+
+def _usable_folder(directory: str) -> str | None:
+    """Returns the folder, made and tried; None, with a warning, if nothing can be kept there."""
+    try:
+        folder = default_folder() if directory == "auto" else Path(directory).expanduser()
+        folder = folder.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        warnings.warn(
+            f"compile_cache_dir = {directory!r} cannot be used ({error}), so compiled programs are "
+            "not kept and the next start compiles again; give a folder that can be written, or "
+            "'none'",
+            stacklevel=2,
+        )
+        return None
+    return str(folder)
