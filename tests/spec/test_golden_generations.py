@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
-from fixtures.pairs import Ask, folder_pair, read
+from fixtures.pairs import CAPACITY, N_STEPS, Ask, folder_pair, read
 
 from k26jax.spec.plan import Plan
 
@@ -15,15 +19,28 @@ def _name(value) -> str:
 
 
 def _cases(config) -> list:
-    from pathlib import Path
-
-    folder = Path(config.getoption("--golden-dir"))
     cases = []
-    for path in sorted((folder / "ddtree").glob("generate_*.json")):
+    for path in _files(Path(config.getoption("--golden-dir"))):
         for index, run in enumerate(read(path)["runs"]):
             label = f"{path.stem}-{run['method']}-B{run['block_size']}-{run.get('tree_budget')}"
             cases.append(pytest.param(path, index, id=f"{label}-{index}"))
     return cases
+
+
+def _files(golden_dir: Path) -> list[Path]:
+    return sorted((golden_dir / "ddtree").glob("generate_*.json"))
+
+
+@functools.cache
+def _sizes(golden_dir: Path) -> tuple[int, int]:
+    """The capacity and the steps that the longest generation of the folder takes."""
+    capacity, n_steps = CAPACITY, N_STEPS
+    for golden in map(read, _files(golden_dir)):
+        block = max(run["block_size"] for run in golden["runs"])
+        # Decoding runs a block longer than the recorded text, one token a step at worst.
+        n_steps = max(n_steps, golden["max_new_tokens"] + block)
+        capacity = max(capacity, len(golden["prompt_ids"]) + golden["max_new_tokens"] + block)
+    return capacity, n_steps
 
 
 def pytest_generate_tests(metafunc):
@@ -46,7 +63,9 @@ def test_generation_equals_the_published_code(golden_run, run_index, golden_dir)
     golden = read(golden_run)
     run = golden["runs"][run_index]
     programs, params = folder_pair(
-        golden_dir / "models" / _name(golden["target"]), golden_dir / _name(golden["drafter"])
+        golden_dir / "models" / _name(golden["target"]),
+        golden_dir / _name(golden["drafter"]),
+        *_sizes(golden_dir),
     )
     plan, prompt = _plan(run), tuple(golden["prompt_ids"])
     stop_ids = tuple(run["stop_token_ids"] or ())
@@ -91,3 +110,14 @@ def _paths(token_ids, parents) -> list[tuple[int, ...]]:
     for node, parent in enumerate(parents[1:], start=1):
         paths.append((*paths[parent], int(token_ids[node - 1])))
     return paths
+
+
+def test_sizes_follow_the_folder(golden_dir, tmp_path):
+    """A folder of longer generations than ours gets the room and the steps that they take."""
+    (tmp_path / "ddtree").mkdir()
+    golden = {"prompt_ids": [1] * 100, "max_new_tokens": 90, "runs": [{"block_size": 16}]}
+    (tmp_path / "ddtree" / "generate_long.json").write_text(json.dumps(golden))
+    assert _sizes(tmp_path) == (206, 106)
+    capacity, n_steps = _sizes(golden_dir)
+    assert capacity >= CAPACITY
+    assert n_steps >= N_STEPS

@@ -62,6 +62,12 @@ def test_build_tree_equals_heap(table):
     check_equal(tree, heap_tree(*table), table[2])
 
 
+def test_the_tests_own_builder_takes_tables_deeper_than_usual():
+    table = -np.arange(2, dtype=np.float32) + np.zeros((DEPTHS + 4, 1), np.float32)
+    token_ids = np.tile(np.arange(2, dtype=np.int32), (DEPTHS + 4, 1))
+    check_equal(build(table, token_ids, 16), heap_tree(table, token_ids, 16), 16)
+
+
 @pytest.mark.parametrize(
     ("depths", "width", "budget"),
     [(1, 5, 16), (4, 1, 7), (3, 40, 4), (20, 3, 5), (255, 2, 33)],

@@ -29,17 +29,28 @@ def golden_arrays(golden_dir):
 
 
 @pytest.fixture(scope="module")
-def golden_table(golden_arrays):
-    """A function from logits to their draft table: one program, logits padded with -inf."""
-    widest = max(x.shape[1] for name, x in golden_arrays.items() if name.endswith(".logits"))
+def golden_table(golden_dir, golden_arrays):
+    """A function from logits to their draft table: one program, logits padded with -inf.
+
+    Its shape is that of the deepest and the widest logits that the folder holds.
+    """
+    shapes = [x.shape for name, x in golden_arrays.items() if name.endswith(".logits")]
+    for path in _generations(golden_dir):
+        with np.load(path) as arrays:
+            shapes += [x.shape for x in arrays.values()]
+    shape = max(DEPTHS, *(rows for rows, _ in shapes)), max(width for _, width in shapes)
     program = jax.jit(functools.partial(draft_table, budget=BUDGETS[-1]))
 
     def table(logits):
-        wide = np.full((DEPTHS, widest), -np.inf, np.float32)
+        wide = np.full(shape, -np.inf, np.float32)
         wide[: logits.shape[0], : logits.shape[1]] = logits
         return jax.device_get(program(wide))
 
     return table
+
+
+def _generations(golden_dir):
+    return sorted((golden_dir / "ddtree").glob("generate_*.npz"))
 
 
 def test_golden_tree(golden_case, golden_arrays, golden_table):
@@ -92,7 +103,7 @@ def test_golden_verify_inputs(golden_dir, golden_arrays, golden_table):
 def test_golden_generations(golden_dir, golden_table):
     """Trees of whole generations, from the draft logits of each round."""
     seen = 0
-    for path in sorted((golden_dir / "ddtree").glob("generate_*.npz")):
+    for path in _generations(golden_dir):
         runs = json.loads(path.with_suffix(".json").read_text())["runs"]
         trees = [run for run in runs if "rounds" in run and not run["stop_token_ids"]]
         rounds = {f"B{r['block_size']}_budget{r['tree_budget']}": r["rounds"] for r in trees}

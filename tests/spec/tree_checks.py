@@ -8,8 +8,8 @@ from spec.oracle import visibility
 
 from k26jax.spec.tree import ancestor_mask, build_tree
 
-# Tests share programs: tables are padded with -inf to DEPTHS rows and one of these budgets, and
-# the first nodes of a larger tree are the smaller tree.
+# Tests share programs: tables are padded with -inf to DEPTHS rows, or more if they have more, and
+# to one of these budgets; the first nodes of a larger tree are the smaller tree.
 BUDGETS = (0, 1, 2, 3, 7, 16, 32, 64, 254)
 DEPTHS = 15
 
@@ -27,10 +27,11 @@ def program_budget(budget):
 
 
 def padded(log_probs, token_ids, budget):
-    """The table in the shape [DEPTHS, budget] that all tests of this budget share."""
+    """The table in the shape [DEPTHS, budget] that all tests of this budget share, or deeper."""
     log_probs, token_ids = np.asarray(log_probs, np.float32), np.asarray(token_ids, np.int32)
     depths, width = log_probs.shape[0], min(log_probs.shape[1], budget)
-    wide = np.full((DEPTHS, budget), -np.inf, np.float32), np.zeros((DEPTHS, budget), np.int32)
+    shape = (max(DEPTHS, depths), budget)
+    wide = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int32)
     wide[0][:depths, :width] = log_probs[:, :width]
     wide[1][:depths, :width] = token_ids[:, :width]
     return wide
