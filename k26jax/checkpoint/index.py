@@ -144,7 +144,7 @@ def read_entries(shards: ShardList) -> dict[str, TensorEntry]:
             f"{shards.files[0]} holds no tensors; download {shards.files[0].name} again"
         )
     if shards.weight_map is not None:
-        _check_weight_map(shards.weight_map, entries)
+        _check_weight_map(shards.files[0].with_name(INDEX_NAME), shards.weight_map, entries)
     return entries
 
 
@@ -214,13 +214,15 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _check_weight_map(weight_map: dict[str, str], entries: dict[str, TensorEntry]) -> None:
+def _check_weight_map(
+    index: Path, weight_map: dict[str, str], entries: dict[str, TensorEntry]
+) -> None:
     """Raises CheckpointError unless index and headers place the same tensors in the same files."""
     lost = [name for name in weight_map if name not in entries]
     if lost:
         file = weight_map[lost[0]]
         raise CheckpointError(
-            f"{INDEX_NAME} puts tensor {lost[0]!r} in {file}, whose header does not have it "
+            f"{index} puts tensor {lost[0]!r} in {file}, whose header does not have it "
             f"({len(lost)} such tensors); download {file} and the index again"
         )
     for name, entry in entries.items():
@@ -228,7 +230,7 @@ def _check_weight_map(weight_map: dict[str, str], entries: dict[str, TensorEntry
             continue
         said = f"puts it in {weight_map[name]}" if name in weight_map else "does not list it"
         raise CheckpointError(
-            f"tensor {name!r} is in {entry.file}, but {INDEX_NAME} {said}; download "
+            f"tensor {name!r} is in {entry.file}, but {index} {said}; download "
             f"{entry.file.name} and the index again"
         )
 

@@ -59,6 +59,7 @@ class DraftConfig:
                 f"{origin}: architectures {architectures} is not a DFlash drafter; "
                 "expected ['DFlashDraftModel']"
             )
+        fields.refuse_other_dtypes()
         fields.refuse("attention_bias", (False,), "attention biases are not implemented")
         fields.refuse("hidden_act", ("silu",), "only silu is implemented")
         for name in ("input_embedding_scale", "output_multiplier"):

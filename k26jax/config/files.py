@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast
 
 from k26jax.errors import ConfigError
 
+# Names of the types in which published weights are computed.
+DTYPES = ("bfloat16", "float16", "float32")
 T = TypeVar("T")
 _MISSING = object()
 
@@ -77,3 +79,12 @@ class Fields:
         value = self.data.get(name)
         if value is not None and value not in allowed:
             raise ConfigError(f"{self.origin}: {name} = {value!r} is not supported: {why}")
+
+    def refuse_other_dtypes(self) -> None:
+        """Raises ConfigError unless `dtype` and its older name `torch_dtype` are absent or known.
+
+        The files' tensors have dtypes of their own; an unknown name says that the model is not
+        one of those this engine was made for.
+        """
+        for name in ("dtype", "torch_dtype"):
+            self.refuse(name, DTYPES, f"expected one of {', '.join(DTYPES)}")

@@ -78,6 +78,7 @@ class ModelConfig:
         generation = folder / "generation_config.json"
         if generation.is_file():
             extra = _token_ids(read_json(generation).get("eos_token_id"), str(generation))
+            _check_token_ids(extra, config.vocab_size, str(generation))
             known = config.eos_token_ids
             config = replace(config, eos_token_ids=tuple(dict.fromkeys(known + extra)))
         return config
@@ -86,6 +87,7 @@ class ModelConfig:
     def from_dict(cls, data: dict[str, Any], origin: str = "config.json") -> ModelConfig:
         """Returns the configuration that a parsed `config.json` describes."""
         fields = Fields(data, origin)
+        fields.refuse_other_dtypes()
         if fields.get("model_type", str) in NESTED_MODEL_TYPES:
             text = fields.get("text_config", dict)
             merged = {**text}
@@ -240,10 +242,14 @@ def _check(config: ModelConfig, origin: str) -> None:
             f"{origin}: first_k_dense_replace = {config.first_k_dense_replace} is outside the "
             f"{config.num_hidden_layers} layers"
         )
-    for token in config.eos_token_ids:
-        if not 0 <= token < config.vocab_size:
+    _check_token_ids(config.eos_token_ids, config.vocab_size, origin)
+
+
+def _check_token_ids(ids: tuple[int, ...], vocab_size: int, origin: str) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
             raise ConfigError(
-                f"{origin}: eos_token_id {token} is outside the vocabulary of {config.vocab_size}"
+                f"{origin}: eos_token_id {token} is outside the vocabulary of {vocab_size}"
             )
 
 

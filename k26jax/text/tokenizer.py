@@ -110,12 +110,26 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
         TokenizerError: a file is missing or damaged, or the vocabulary exceeds `vocab_size`.
     """
     folder = Path(folder)
+    try:
+        tokenizer = _read_folder(folder)
+    except TokenizerError as error:
+        # Readers of one file name it alone, and there may be several folders.
+        raise TokenizerError(f"{folder}: {error}") from error
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise TokenizerError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} ids, but the model's vocab_size "
+            f"is {vocab_size}; the tokenizer belongs to another model"
+        )
+    return tokenizer
+
+
+def _read_folder(folder: Path) -> Tokenizer:
     config = folder / "tokenizer_config.json"
     if (folder / "tiktoken.model").is_file():
         if not config.is_file():
             raise TokenizerError(
-                f"{folder} has tiktoken.model but no tokenizer_config.json, which names its "
-                "control tokens; copy that file from the model's repository"
+                "there is tiktoken.model but no tokenizer_config.json, which names its control "
+                "tokens; copy that file from the model's repository"
             )
         settings = read_settings(config)
         vocabulary = load_tiktoken(folder / "tiktoken.model", settings)
@@ -124,13 +138,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int | None = None) -> Tokeniz
         vocabulary = load_tokenizer_json(folder / "tokenizer.json")
     else:
         raise TokenizerError(
-            f"{folder} has neither tiktoken.model nor tokenizer.json; "
-            "copy the tokenizer files of the model into it"
+            "there is neither tiktoken.model nor tokenizer.json; copy the tokenizer files of the "
+            "model into this folder"
         )
-    tokenizer = Tokenizer(vocabulary, settings)
-    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-        raise TokenizerError(
-            f"the tokenizer in {folder} has {tokenizer.vocab_size} ids, but the model's vocab_size "
-            f"is {vocab_size}; the tokenizer belongs to another model"
-        )
-    return tokenizer
+    return Tokenizer(vocabulary, settings)

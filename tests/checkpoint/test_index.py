@@ -39,6 +39,7 @@ def test_defect_is_refused(folder, name):
     assert not [text for text in DEFECTS[name].mentions if text not in message], message
     assert re.search(r"[;:] [^;]*(download|give|keep|run|check)\b[^;]*$", message), message
     assert "\n" not in message
+    assert str(folder) in message
 
 
 @pytest.mark.parametrize("name", IN_ONE_FILE)

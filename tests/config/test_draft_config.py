@@ -253,3 +253,9 @@ def test_drafter_of_another_target(field):
         other.check_target(target, "the-drafter")
     for mention in ("the-drafter", field, str(getattr(other, field)), str(getattr(config, field))):
         assert mention in str(caught.value)
+
+
+def test_dtypes_of_other_drafters():
+    for name in ("dtype", "torch_dtype"):
+        DraftConfig.from_dict(k25_drafter(**{name: "bfloat16"}))
+        refused(k25_drafter(**{name: "float9"}), f"{name} = 'float9'", "bfloat16")

@@ -175,6 +175,11 @@ def test_stop_ids_of_all_three_places(tmp_path):
     assert ModelConfig.from_folder(tmp_path).eos_token_ids == (163586, 163585)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [163585, 7]}')
     assert ModelConfig.from_folder(tmp_path).eos_token_ids == (163586, 163585, 7)
+    for outside in (163840, -1):
+        text = json.dumps({"eos_token_id": [163585, outside]})
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ConfigError, match=rf"generation_config\.json.*{outside}.*vocabulary"):
+            ModelConfig.from_folder(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(ConfigError, match=r"generation_config\.json.*eos_token_id"):
         ModelConfig.from_folder(tmp_path)
@@ -339,3 +344,16 @@ def test_scheduled_moe_layers():
     )
     assert config.moe_layer_ids == (4, 6)
     assert config.dense_layer_ids == (0, 1, 2, 3, 5, 7)
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_dtypes_of_other_models(name):
+    """At the top and in text_config; the name is checked although the tensors have their own."""
+    for value in ("bfloat16", "float16", "float32", None):
+        ModelConfig.from_dict(k26(**{name: value}) | {name: value})
+        ModelConfig.from_dict(k2_instruct(**{name: value}))
+    for value in ("float9", "", 5, ["bfloat16"]):
+        message = f"{name} = {value!r}"
+        refused(k26() | {name: value}, message, "bfloat16, float16, float32")
+        refused(k26(**{name: value}), "text_config", message)
+        refused(k2_instruct(**{name: value}), message)

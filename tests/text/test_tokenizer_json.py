@@ -155,8 +155,9 @@ def test_bug_21_control_names_that_are_words_of_the_vocabulary(tmp_path):
 def test_damaged_or_unsupported_files_are_refused(tmp_path, library, change, message):
     content = json.loads(library.to_str()) | change
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(TokenizerError, match=message):
+    with pytest.raises(TokenizerError, match=message) as caught:
         load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_two_pieces_with_one_id_are_refused(tmp_path, library):
