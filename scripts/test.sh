@@ -3,4 +3,4 @@
 set -eu
 cd "$(dirname "$0")/.."
 sh scripts/setup.sh dev
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest -n auto --dist loadscope "$@"

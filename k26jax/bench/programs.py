@@ -41,7 +41,7 @@ from k26jax.spec.step import step
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 ROWS = 17
-LAYER = {"layer": jnp.int32(0)}
+LAYER = {"layer": 0}
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _router() -> Iterator[Candidate]:
         function = functools.partial(
             router.route_and_list, rows=case.rows, kernels="pallas", **case.rule
         )
-        bias = of(case.n_experts, dtype=F32) if case.has_bias else None
+        bias = of(2, case.n_experts, dtype=F32) if case.has_bias else None
         logits = of(case.n_tokens, case.n_experts, dtype=F32)
         valid = of(case.n_tokens, dtype=jnp.bool_)
         yield Candidate("router", case.name, function, (logits, bias, valid))
@@ -187,12 +187,13 @@ def _draft() -> Iterator[Candidate]:
         cache = of(2, batch, case.capacity, case.kv_heads, case.width)
         block = of(batch, case.rows, case.kv_heads, case.width)
         query = of(batch, case.rows, case.heads, case.width)
-        options = {"window": case.window, "causal": case.causal, "scale": 0.1, "kernels": "pallas"}
+        options: dict[str, Any] = {"window": case.window, "causal": case.causal, "scale": 0.1}
 
         def function(query, keys, values, block_keys, block_values, lengths, options=options):
             return draft_attention.draft_attention(
-                query, keys, values, block_keys, block_values, lengths=lengths, **options, **LAYER
-            )
+                query, keys, values, block_keys, block_values, lengths=lengths,
+                kernels="pallas", layer=0, **options,
+            )  # fmt: skip
 
         arguments = (query, cache, cache, block, block, of(batch, dtype=I32))
         yield Candidate("draft_attention", case.name, function, arguments)

@@ -16,6 +16,7 @@ from k26jax.pallas.draft_attention import draft_attention
 from k26jax.pallas.draft_attention.cases import SMALL_CASES, Case
 from k26jax.pallas.draft_attention.kernel import tiers_for
 from k26jax.pallas.gpu import Tile
+from k26jax.pallas.tiles import TILES
 from k26jax.pallas.tree_mla.splits import TIERS, split_start
 
 LAYER, LAYERS, SCALE = 1, 2, 0.31
@@ -169,5 +170,5 @@ def test_partition(kv_heads):
     sizes = np.diff(starts)
     assert starts[0] == 0
     assert (np.diff(sizes) >= 0).all()
-    assert not (sizes % 128).any()
+    assert not (sizes % max(tile.columns for tile in TILES["draft_attention"].values())).any()
     assert sizes[-1] == TIERS[-1][0]

@@ -210,7 +210,10 @@ def test_append_rounds_to_the_type_of_the_cache():
     np.testing.assert_array_equal(wide(written)[0, 0, 1], wide(expected))
 
 
-@pytest.mark.parametrize("operation", ["rms_norm", "latent", "rotate_heads", "head_norm", "append"])
-def test_a_form_that_does_not_exist_is_refused(operation):
+@pytest.mark.parametrize(
+    ("operation", "operands"),
+    [("rms_norm", 2), ("latent", 0), ("rotate_heads", 0), ("head_norm", 0), ("append", 0)],
+)
+def test_a_form_that_does_not_exist_is_refused(operation, operands):
     with pytest.raises(KernelError, match=f"{operation} has no 'cudnn'"):
-        getattr(norms, operation)(kernels="cudnn")
+        getattr(norms, operation)(*[None] * operands, kernels="cudnn")
