@@ -126,7 +126,7 @@ def _router() -> Iterator[Candidate]:
         function = functools.partial(
             router.route_and_list, rows=case.rows, kernels="pallas", **case.rule
         )
-        bias = of(2, case.n_experts, dtype=F32) if case.has_bias else None
+        bias = of(case.n_experts, dtype=F32) if case.has_bias else None
         logits = of(case.n_tokens, case.n_experts, dtype=F32)
         valid = of(case.n_tokens, dtype=jnp.bool_)
         yield Candidate("router", case.name, function, (logits, bias, valid))

@@ -23,6 +23,11 @@ SHUT_DOWN = "this LLM was shut down; make a new one"
 _SMALL_CHUNK = 32
 
 
+# Left to itself XLA skips a rounding between operations it fuses, so a prefill that also gives the
+# drafter its features would leave other bits in the cache than one that does not.
+_OPTIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
+
+
 class Runner:
     """Owns the state of all slots and the programs that advance it.
 
@@ -137,11 +142,11 @@ class Runner:
         if kind in ("prefill", "logits"):
             chunk = self._chunk(0, (), 0, int(size), None)
             program = jax.jit(self._prefill_program(kind == "logits"), donate_argnums=2)
-            return program.lower(params, chunk, state).compile()
+            return program.lower(params, chunk, state).compile(_OPTIONS)
         if name == "release":
             return jax.jit(_release, donate_argnums=0).lower(state, np.int32(0)).compile()
         program = jax.jit(self._steps_program(kind == "traced"), donate_argnums=1)
-        return program.lower(params, state, np.int32(1)).compile()
+        return program.lower(params, state, np.int32(1)).compile(_OPTIONS)
 
     def _models(self, params: Params) -> Models:
         models = self._loaded.models

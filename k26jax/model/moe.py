@@ -142,9 +142,8 @@ class MoE(nnx.Module):
         config = self.config
         return route_and_list(
             logits,
-            self.e_score_correction_bias[...] if config.has_selection_bias else None,
+            self.e_score_correction_bias[row] if config.has_selection_bias else None,
             valid,
-            layer=row,
             rows=BLOCK_ROWS,
             num_experts_per_tok=config.num_experts_per_tok,
             scoring_func=config.scoring_func,
@@ -173,31 +172,30 @@ class MoE(nnx.Module):
         """
         logits, inner = self.first_products(row, x, kernels)
         topk_ids, topk_weights, blocks = self.choose(row, logits, valid, kernels)
-        shared = None if inner is None else self.shared_experts.down(row, inner, kernels)
         if hasattr(self, "experts"):
-            return tiled_experts(
+            routed = tiled_experts(
                 x,
                 topk_ids,
                 topk_weights,
                 blocks,
                 self.experts.tiles(),
-                shared,
                 layer=row,
                 inner=self.config.moe_intermediate_size,
             )
-        routed = experts(
-            x,
-            topk_ids,
-            topk_weights,
-            self.gate_proj.stack(),
-            self.up_proj.stack(),
-            self.down_proj.stack(),
-            layer=row,
-            kernels=kernels,
-            differentiable=differentiable,
-        )
-        if shared is not None:
-            routed = routed + shared.astype(jnp.float32)
+        else:
+            routed = experts(
+                x,
+                topk_ids,
+                topk_weights,
+                self.gate_proj.stack(),
+                self.up_proj.stack(),
+                self.down_proj.stack(),
+                layer=row,
+                kernels=kernels,
+                differentiable=differentiable,
+            )
+        if inner is not None:
+            routed = routed + self.shared_experts.down(row, inner, kernels).astype(jnp.float32)
         return routed.astype(x.dtype)
 
     def first_products(

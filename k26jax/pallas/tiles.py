@@ -28,9 +28,6 @@ TILES: dict[str, dict[str, Tile]] = {
         "sm_100": Tile(columns=16, splits=2, depth=256, warps=2, stages=3),
         "sm_120": Tile(columns=16, splits=2, depth=256, warps=2, stages=3),
     },
-    "dense_short_wide": dict.fromkeys(
-        ("sm_90", "sm_100", "sm_120"), Tile(columns=64, depth=128, warps=4, stages=4)
-    ),
     "dense_narrow": {
         "sm_90": Tile(columns=16, splits=4, depth=128, warps=2, stages=4),
         "sm_100": Tile(columns=16, splits=4, depth=128, warps=2, stages=4),
@@ -52,9 +49,9 @@ TILES: dict[str, dict[str, Tile]] = {
         "sm_120": Tile(columns=16, splits=2, depth=128, warps=2, stages=3),
     },
     "tree_mla": {
-        "sm_90": Tile(rows=32, columns=64, warps=8, stages=2),
-        "sm_100": Tile(rows=32, columns=64, warps=8, stages=2),
-        "sm_120": Tile(rows=16, columns=32, warps=8, stages=1),
+        "sm_90": Tile(rows=64, columns=32, warps=8, stages=3),
+        "sm_100": Tile(rows=64, columns=32, warps=8, stages=3),
+        "sm_120": Tile(rows=16, columns=16, warps=8, stages=4),
     },
     "tree_mla_merge": {
         "sm_90": Tile(columns=128, splits=32, warps=4, stages=2),

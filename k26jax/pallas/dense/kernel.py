@@ -27,7 +27,6 @@ Load = Callable[[Any], tuple[jax.Array, list[jax.Array]]]
 # Where the weights change from one shape of tile to the next; of weights alone, never of rows.
 _SHORT_SUM = 2048
 _WIDE = 8192
-_SHORT_WIDE = 4096
 
 
 @functools.partial(jax.jit, static_argnames=("dtypes", "tile"))
@@ -108,7 +107,7 @@ def values(
 def dense_tile(n: int, k: int) -> Tile:
     """Returns the tile of a launch with n columns in all and sums of k elements."""
     if k <= _SHORT_SUM:
-        return tile_of("dense_short_wide" if n >= _SHORT_WIDE else "dense_short")
+        return tile_of("dense_short")
     return tile_of("dense_wide" if n >= _WIDE else "dense_narrow")
 
 

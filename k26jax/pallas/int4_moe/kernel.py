@@ -32,17 +32,15 @@ def experts(
     topk_weights: Float32[Array, "t k"],
     blocks: Blocks,
     weights: TiledExperts,
-    shared: Float[Array, "t d"] | None = None,
     *,
     layer: int | Int32[Array, ""],
     inner: int,
-) -> Float[Array, "t d"]:
-    """Returns sum over k of topk_weights * expert(x), added in the order of k, in x's dtype.
+) -> Float32[Array, "t d"]:
+    """Returns sum over k of topk_weights * expert(x), added in the order of k.
 
     Args:
       topk_ids: an id outside the experts takes no part.
       blocks: the pairs by expert, in blocks of at most `tile("int4_moe_up").rows`.
-      shared: the shared expert's output, added last; rounded once with the sum.
       inner: width of one expert.
 
     Cost: the bytes of the experts that were chosen, once a block of rows.
@@ -53,7 +51,7 @@ def experts(
     gate_up = product(x, weights.gate_up, blocks, "int4_moe_up", layer=layer, top_k=top_k)
     hidden = activate(gate_up, topk_weights.reshape(-1), inner=inner, dtype=x.dtype)
     out = product(hidden, weights.down, blocks, "int4_moe_down", layer=layer, top_k=1)
-    return combine(out, topk_ids, shared, n_experts=n_experts, like=x)
+    return combine(out, topk_ids, n_experts=n_experts, width=x.shape[1])
 
 
 def product(
@@ -273,22 +271,15 @@ def activate(
 def combine(
     parts: Float32[Array, "split pair o"],
     topk_ids: Int32[Array, "t k"],
-    shared: Float[Array, "t d"] | None,
     *,
     n_experts: int,
-    like: Float[Array, "t d"],
-) -> Float[Array, "t d"]:
-    """Returns the sum over a token's experts, in order, and `shared`; pairs of none count zero.
-
-    Args:
-      like: of the result's shape and dtype.
-    """
+    width: int,
+) -> Float32[Array, "t {width}"]:
+    """Returns the sum over a token's experts, in order; pairs of no expert count zero."""
     tokens, top_k = topk_ids.shape
-    width = like.shape[1]
     size = min(_CHUNK, _power(width))
 
-    def kernel(parts, ids, *refs):
-        *shared_refs, out = refs
+    def kernel(parts, ids, out):
         token, chunk = pl.program_id(0), pl.program_id(1)
         column = chunk * size + jnp.arange(size)
         inside = column < width
@@ -299,19 +290,15 @@ def combine(
             for split in range(parts.shape[0]):
                 part = parts.at[jnp.int32(split), token * top_k + choice, column]
                 value = value + plt.load(part, mask=mask, other=0)
-        for ref in shared_refs:
-            held = plt.load(ref.at[token, column], mask=inside, other=0)
-            value = value + held.astype(jnp.float32)
-        plt.store(out.at[token, column], value.astype(out.dtype), mask=inside)
+        plt.store(out.at[token, column], value, mask=inside)
 
     return launch(
         kernel,
         parts,
         topk_ids,
-        *(() if shared is None else (shared,)),
         name="int4_moe_combine",
         grid=(tokens, -(-width // size)),
-        out_shape=jax.ShapeDtypeStruct((tokens, width), like.dtype),
+        out_shape=jax.ShapeDtypeStruct((tokens, width), jnp.float32),
         tile=tile("int4_moe_combine"),
     )
 

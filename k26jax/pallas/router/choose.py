@@ -41,12 +41,12 @@ class Rule(NamedTuple):
 
 
 def choose(
-    logits_ref: Any, bias_ref: Any, layer: Any, first: jax.Array | int, tokens: int, rule: Rule
+    logits_ref: Any, bias_ref: Any, first: jax.Array | int, tokens: int, rule: Rule
 ) -> tuple[jax.Array, jax.Array]:
     """Returns topk_ids and topk_weights [tokens, rule.choices] of the tokens from `first` on.
 
     Args:
-      bias_ref: stack over layers; None: no selection bias.
+      bias_ref: None: no selection bias.
       tokens: a power of two; those beyond the array get arbitrary experts.
     """
     lane = jnp.arange(rule.lanes)[None, :]
@@ -57,7 +57,7 @@ def choose(
     scores = _scores(plt.load(logits_ref.at[rows, lanes], mask=inside, other=0.0), is_expert, rule)
     selected = scores
     if bias_ref is not None:
-        bias = plt.load(bias_ref.at[layer, lanes], mask=is_expert.reshape(rule.lanes), other=0.0)
+        bias = plt.load(bias_ref.at[lanes], mask=is_expert.reshape(rule.lanes), other=0.0)
         selected = scores + bias[None, :]
     keys = jnp.where(is_expert, to_key(selected), LOWEST)
     if rule.n_group > 1 and rule.topk_method != "greedy":

@@ -29,8 +29,7 @@ def route(
     **rule: Any,
 ) -> tuple[Int32[Array, "t k"], Float32[Array, "t k"]]:
     """Returns the same as `reference.route`, by one program a token."""
-    bias = None if selection_bias is None else selection_bias[None]
-    return _route(router_logits, bias, None, 0, Rule(router_logits.shape[1], **rule), tile)
+    return _route(router_logits, selection_bias, None, Rule(router_logits.shape[1], **rule), tile)
 
 
 @functools.partial(jax.jit, static_argnames=("n_experts", "rows", "tile"))
@@ -65,10 +64,9 @@ def block_list(
 @functools.partial(jax.jit, static_argnames=("rows", *_RULE, "tile"))
 def route_and_list(
     router_logits: Float32[Array, "t e"],
-    selection_bias: Float32[Array, "l e"] | None,
+    selection_bias: Float32[Array, "e"] | None,
     valid: Bool[Array, "t"],
     *,
-    layer: int | Int32[Array, ""] = 0,
     rows: int,
     tile: Tile | None = None,
     **rule: Any,
@@ -79,32 +77,29 @@ def route_and_list(
     """
     made = Rule(router_logits.shape[1], **rule)
     if router_logits.shape[0] > FUSED_TOKENS:
-        topk_ids, topk_weights = _route(router_logits, selection_bias, valid, layer, made, None)
+        topk_ids, topk_weights = _route(router_logits, selection_bias, valid, made, None)
         return topk_ids, topk_weights, block_list(topk_ids, made.n_experts, rows)
-    return _fused(router_logits, selection_bias, valid, layer, made, rows, tile)
+    return _fused(router_logits, selection_bias, valid, made, rows, tile)
 
 
 def _route(
     router_logits: jax.Array,
     selection_bias: jax.Array | None,
     valid: jax.Array | None,
-    layer: int | jax.Array,
     rule: Rule,
     tile: Tile | None,
 ) -> tuple[jax.Array, jax.Array]:
     n_tokens = router_logits.shape[0]
 
     def kernel(*refs: Any) -> None:
-        layer_ref, logits_ref, bias_ref, valid_ref, ids_ref, weights_ref = _named(refs, operands)
+        logits_ref, bias_ref, valid_ref, ids_ref, weights_ref = _named(refs, operands)
         token = pl.program_id(0)
-        ids, weights = choose(logits_ref, bias_ref, layer_ref[0], token, 1, rule)
+        ids, weights = choose(logits_ref, bias_ref, token, 1, rule)
         if valid_ref is not None:
             ids = jnp.where(valid_ref[token], ids, rule.n_experts)
         store_rows((ids_ref, weights_ref), (ids, weights), token, rule)
 
-    # The layer is an operand and not a constant: one compiled kernel serves all layers.
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    operands = (layer, router_logits, selection_bias, valid)
+    operands = (router_logits, selection_bias, valid)
     return launch(
         kernel,
         *(operand for operand in operands if operand is not None),
@@ -119,7 +114,6 @@ def _fused(
     router_logits: jax.Array,
     selection_bias: jax.Array | None,
     valid: jax.Array,
-    layer: int | jax.Array,
     rule: Rule,
     rows: int,
     tile: Tile | None,
@@ -129,10 +123,11 @@ def _fused(
     n_pairs = n_tokens * top_k
 
     def kernel(*refs: Any) -> None:
-        layer_ref, logits_ref, bias_ref, valid_ref, *rest = _named(refs, operands)
-        *row_refs, order, expert, first, count, n = rest
+        logits_ref, bias_ref, valid_ref, *row_refs, order, expert, first, count, n = _named(
+            refs, operands
+        )
         tokens = max(pl.next_power_of_2(n_tokens), 32 // rule.choices)
-        ids, weights = choose(logits_ref, bias_ref, layer_ref[0], 0, tokens, rule)
+        ids, weights = choose(logits_ref, bias_ref, 0, tokens, rule)
         token = jnp.arange(tokens)
         is_valid = plt.load(valid_ref.at[pl.ds(0, tokens)], mask=token < n_tokens, other=False)
         ids = jnp.where(is_valid[:, None], ids, n_experts)
@@ -143,9 +138,7 @@ def _fused(
         blocks = order, expert, first, count, n
         store_blocks(ids.reshape(-1), pair.reshape(-1), n_pairs, n_experts, rows, blocks)
 
-    # The layer is an operand and not a constant: one compiled kernel serves all layers.
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    operands = (layer, router_logits, selection_bias, valid)
+    operands = (router_logits, selection_bias, valid)
     topk_ids, topk_weights, *blocks = launch(
         kernel,
         *(operand for operand in operands if operand is not None),

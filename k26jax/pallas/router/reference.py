@@ -88,10 +88,9 @@ def block_list(topk_ids: Int32[Array, "t k"], n_experts: int, rows: int) -> Bloc
 
 def route_and_list(
     router_logits: Float32[Array, "t e"],
-    selection_bias: Float32[Array, "l e"] | None,
+    selection_bias: Float32[Array, "e"] | None,
     valid: Bool[Array, "t"],
     *,
-    layer: int | Int32[Array, ""] = 0,
     rows: int,
     num_experts_per_tok: int,
     scoring_func: str,
@@ -106,15 +105,13 @@ def route_and_list(
     """Returns topk_ids, topk_weights and the blocks of the valid rows.
 
     Args:
-      selection_bias: stack over layers.
       valid: the topk_ids of other rows are the number of experts.
-      layer: index into the stack.
       rows: of a block.
     """
     n_experts = router_logits.shape[1]
     topk_ids, topk_weights = route(
         router_logits,
-        None if selection_bias is None else selection_bias[layer],
+        selection_bias,
         num_experts_per_tok=num_experts_per_tok,
         scoring_func=scoring_func,
         topk_method=topk_method,

@@ -24,8 +24,6 @@ from k26jax.pallas.tiles import tile as tile_of
 from k26jax.pallas.tree_mla.programs import Shape, attend, merge, padded
 from k26jax.pallas.tree_mla.splits import TIERS, Tiers, split_of
 
-FEW_ROWS = 16
-
 
 @functools.partial(jax.jit, static_argnames=("scale", "tile", "merge_tile", "tiers"))
 def tree_mla(
@@ -124,9 +122,6 @@ def _shape_of(
     """
     batch, tokens, heads, latent = q_latent.shape
     capacity = page = cache.shape[2]
-    if tokens * heads <= FEW_ROWS < tile.rows:
-        # The rows are the short side of every product, whose length changes no bit of a row.
-        tile = replace(tile, rows=FEW_ROWS)
     launched = tile
     if page_table is not None:
         if page % tile.columns:

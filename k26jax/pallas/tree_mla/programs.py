@@ -171,7 +171,7 @@ def attend(*refs: Any, shape: Shape) -> None:
         state = (
             jnp.full(tile.rows, _MASKED, jnp.float32),
             jnp.zeros(tile.rows, jnp.float32),
-            jnp.zeros((padded(shape.latent), tile.rows), jnp.float32),
+            jnp.zeros((tile.rows, padded(shape.latent)), jnp.float32),
         )
         n_cached = jnp.maximum(jnp.minimum(job.end, job.length) - job.begin, 0) // tile.columns
         n_blocks = pl.cdiv(jnp.minimum(job.end, job.last + 1) - job.begin, tile.columns)
@@ -189,11 +189,11 @@ def attend(*refs: Any, shape: Shape) -> None:
         at = (job.sequence, job.split, pl.ds(job.first_row, tile.rows))
         plt.store(on.highest.at[at], highest, mask=is_row)
         plt.store(on.total.at[at], total, mask=is_row)
-        columns = jnp.arange(weighted.shape[0])
+        columns = jnp.arange(weighted.shape[1])
         plt.store(
-            on.weighted.at[job.sequence, job.split, row[None, :], columns[:, None]],
+            on.weighted.at[(*at, pl.ds(0, len(columns)))],
             weighted,
-            mask=is_row[None, :] & (columns < shape.latent)[:, None],
+            mask=is_row[:, None] & (columns < shape.latent)[None, :],
         )
 
 
@@ -249,21 +249,20 @@ def _load(ref: Any, at: tuple[Any, ...], exists: Any = None, other: Any = 0) -> 
 def _absorb(
     query: list[jax.Array], keys: list[jax.Array], seen: jax.Array, scale: float, state: State
 ) -> State:
-    """Returns the running softmax with one more block of keys, of which every row sees one.
-
-    Keys and latents are the left operands, so the matrix unit's long side is never padded with
-    rows that are not there; scores are [keys, rows] and the weighted sum is [latent, rows].
-    """
+    """Returns the running softmax with one more block of keys, of which every row sees one."""
     highest, total, weighted = state
     precision = lax.Precision.HIGHEST if keys[0].dtype == jnp.float32 else None
     dot = functools.partial(plt.dot, precision=precision)
-    scores = dot(keys[0], query[0], trans_b=True) + dot(keys[1], query[1], trans_b=True)
-    scores = jnp.where(seen[:, None], scores * (scale * math.log2(math.e)), _MASKED)
-    new_highest = jnp.maximum(highest, scores.max(axis=0))
-    weights = jnp.exp2(scores - new_highest[None, :])
+    scores = dot(query[0], keys[0], trans_b=True) + dot(query[1], keys[1], trans_b=True)
+    scores = jnp.where(seen[None, :], scores * (scale * math.log2(math.e)), _MASKED)
+    new_highest = jnp.maximum(highest, scores.max(axis=1))
+    weights = jnp.exp2(scores - new_highest[:, None])
     shrink = jnp.exp2(highest - new_highest)
-    update = dot(keys[0], weights.astype(keys[0].dtype), trans_a=True)
-    return new_highest, total * shrink + weights.sum(axis=0), weighted * shrink[None, :] + update
+    return (
+        new_highest,
+        total * shrink + weights.sum(axis=1),
+        weighted * shrink[:, None] + dot(weights.astype(keys[0].dtype), keys[0]),
+    )
 
 
 def merge(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 # its position: then the splits of a context of any length keep all cores of a GPU busy for about
 # the same time. The last count is without end.
 Tiers = tuple[tuple[int, int], ...]
-TIERS: Tiers = ((128, 32), (448, 64), (1536, 64), (2048, 1 << 20))
+TIERS: Tiers = ((128, 64), (384, 64), (1536, 64), (2048, 1 << 20))
 
 
 def split_of(position: Any, tiers: Tiers = TIERS, xp: ModuleType = jnp) -> Any:
