@@ -1,0 +1,103 @@
+"""How long a kernel takes, without what it costs to start a program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def seconds_a_call(
+    call: Callable[..., Any],
+    x: jax.Array,
+    operands: Sequence[Any] = (),
+    *,
+    lengths: tuple[int, int] = (8, 56),
+    repeats: int = 25,
+) -> float:
+    """Returns the seconds of one call among many that wait for each other.
+
+    Two programs of different length are timed; their difference has no dispatch in it. Calls are
+    chained through one element of x, and what that costs alone is subtracted.
+
+    Args:
+      call: (number of the call, x, *operands) -> arrays; the number picks weights or routings, so
+        that the cache of the card holds none of them.
+    """
+    whole = _slope(call, x, operands, lengths, repeats)
+    return whole - _slope(lambda number, x, *rest: x, x, operands, lengths, repeats)
+
+
+def _slope(
+    call: Callable[..., Any],
+    x: jax.Array,
+    operands: Sequence[Any],
+    lengths: tuple[int, int],
+    repeats: int,
+) -> float:
+    def chain(n_calls: int) -> Callable[..., jax.Array]:
+        def program(x: jax.Array, *operands: Any) -> jax.Array:
+            for number in range(n_calls):
+                x = _touched(x, jax.tree.leaves(call(number, x, *operands))[0])
+            return x
+
+        return jax.jit(program)
+
+    short, long = (_median(chain(n), x, operands, repeats) for n in lengths)
+    return (long - short) / (lengths[1] - lengths[0])
+
+
+def _touched(x: jax.Array, result: jax.Array) -> jax.Array:
+    """Returns x with one element written that depends on the result; its value stays near."""
+    first = (0,) * x.ndim
+    # Times zero is no constant: the result could be NaN.
+    return x.at[first].set(x[first] + (result.reshape(-1)[0] * 0).astype(x.dtype))
+
+
+def _median(
+    program: Callable[..., Any], x: jax.Array, operands: Sequence[Any], repeats: int
+) -> float:
+    times = []
+    for turn in range(repeats + 2):
+        begun = time.perf_counter()
+        jax.block_until_ready(program(x, *operands))
+        # The first two compile and warm up.
+        if turn >= 2:
+            times.append(time.perf_counter() - begun)
+    return sorted(times)[len(times) // 2]
+
+
+def read_bytes_a_second(n_bytes: int) -> float:
+    """Returns the rate at which a plain kernel reads memory, measured here."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plt
+
+    from k26jax.pallas.gpu import Tile, launch
+
+    width, turns = 4096, 16
+    rows = max(n_bytes // 4 // width // turns, 1)
+
+    def kernel(x_ref: Any, out_ref: Any) -> None:
+        row = pl.program_id(0)
+
+        def add(turn: jax.Array, total: jax.Array) -> jax.Array:
+            return total + plt.load(x_ref.at[row * turns + turn, pl.ds(0, width)])
+
+        total = jax.lax.fori_loop(0, turns, add, jnp.zeros(width, jnp.int32))
+        out_ref[row] = jnp.sum(total)
+
+    def read(number: int, x: jax.Array) -> jax.Array:
+        return launch(
+            kernel,
+            x,
+            name="read",
+            grid=(rows,),
+            out_shape=jax.ShapeDtypeStruct((rows,), jnp.int32),
+            tile=Tile(warps=8, stages=3),
+        )
+
+    x = jnp.ones((rows * turns, width), jnp.int32)
+    return x.nbytes / seconds_a_call(read, x, lengths=(2, 6))

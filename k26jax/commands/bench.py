@@ -1,0 +1,98 @@
+"""`k26jax bench kernels`: times, floors and ratios of the kernels on the GPU there is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from k26jax.commands.terminal import say
+from k26jax.errors import KernelError
+
+if TYPE_CHECKING:
+    from k26jax.bench.kernels import Row
+
+_READ_BYTES = 1 << 31
+
+
+def add(commands: Any) -> None:
+    """Adds the command's parser."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure on this machine's GPU",
+        description="Measures every kernel at the sizes of one of eight ranks of Kimi K2.6: time, "
+        "the bytes that must move, the time in which a plain kernel reads as many (measured in "
+        "the same run), and their ratio. A line is printed as soon as it is measured.",
+    )
+    parser.add_argument("what", choices=("kernels",), help="what to measure")
+    parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these kernels")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them as a PNG too")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 once everything was measured.
+
+    Raises: KernelError without a GPU, or for an unknown kernel.
+    """
+    import jax
+
+    from k26jax.bench.kernels import FAMILIES, measure
+    from k26jax.bench.timing import read_bytes_a_second
+    from k26jax.errors import nearest
+    from k26jax.pallas.gpu import architecture
+
+    for name in args.kernel or ():
+        if name not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise KernelError(f"no kernel {name!r}; there are {known}{nearest(name, FAMILIES)}")
+    if architecture() is None:
+        raise KernelError("bench kernels needs a GPU: interpreted kernels say nothing about time")
+    device = jax.devices()[0].device_kind
+    rate = read_bytes_a_second(_READ_BYTES)
+    say(f"{device}, JAX {jax.__version__}; a plain kernel reads {rate / 1e12:.2f} TB/s")
+    rows = []
+    for row in measure(args.kernel):
+        rows.append(row)
+        print(line(row, rate), flush=True)
+    record = {"device": device, "jax": jax.__version__, "read_bytes_a_second": rate}
+    if args.json:
+        figures = [vars(row) | {"floor_seconds": row.floor_seconds(rate)} for row in rows]
+        args.json.write_text(json.dumps(record | {"rows": figures}, indent=1) + "\n")
+    if args.plot:
+        draw(rows, rate, args.plot, title=device)
+    return 0
+
+
+def line(row: Row, rate: float) -> str:
+    """Returns one case as a line of text."""
+    floor = row.floor_seconds(rate)
+    return (
+        f"{row.kernel:12} {row.case:40} {row.seconds * 1e6:9.1f} us, floor {floor * 1e6:8.1f} us, "
+        f"{row.n_bytes / row.seconds / 1e12:5.2f} TB/s, {floor / row.seconds:4.0%} of reading"
+    )
+
+
+def draw(rows: Sequence[Row], rate: float, path: Path, *, title: str) -> None:
+    """Writes a bar chart of the bandwidth that each case reaches.
+
+    Raises: KernelError if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise KernelError("--plot needs matplotlib; pip install 'k26jax[bench]'") from None
+
+    figure = Figure(figsize=(9, 1 + 0.22 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    names = [f"{row.kernel}, {row.case}" for row in rows]
+    axes.barh(names, [row.n_bytes / row.seconds / 1e12 for row in rows])
+    axes.axvline(rate / 1e12, color="black", linestyle="--", label="plain read")
+    axes.invert_yaxis()
+    axes.set_xlabel("TB/s")
+    axes.set_title(title)
+    axes.legend()
+    figure.savefig(path, format="png")
