@@ -1,0 +1,55 @@
+"""On a GPU, in bfloat16: a tree's tokens are those of plain decoding, through the kernels.
+
+JAX_PLATFORMS=cuda python -m pytest -m gpu tests/e2e/test_gpu_tokens.py
+"""
+
+import json
+
+import jax
+import pytest
+from fixtures.paths import REPOSITORY
+
+from k26jax import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+PAIR = {
+    "model_path": REPOSITORY / "checkpoints" / "k26-tiny",
+    "speculative_draft_model_path": REPOSITORY / "checkpoints" / "k26-tiny-dflash",
+    "dtype": "bfloat16",
+    "kernels": "pallas",
+    "context_length": 1024,
+    "max_running_requests": 4,
+    "steps_per_dispatch": 32,
+    "compile_cache_dir": "none",
+}
+LAWS = {"greedy": {"temperature": 0}, "seeded": {"temperature": 1.0, "seed": 7}}
+
+
+def generated(**options) -> dict[str, list[list[int]]]:
+    """The tokens of 20 prompts of 256 tokens, by law."""
+    lines = (REPOSITORY / "checkpoints" / "heldout_prompts.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines][:20]
+    with LLM(**PAIR, **options) as llm:
+        return {
+            name: [
+                output.outputs[0].token_ids
+                for output in llm.generate(
+                    prompts, SamplingParams(max_tokens=256, ignore_eos=True, **law)
+                )
+            ]
+            for name, law in LAWS.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def plain():
+    assert jax.default_backend() == "gpu", "start with JAX_PLATFORMS=cuda"
+    return generated(speculative_algorithm="NONE")
+
+
+@pytest.mark.parametrize("budget", [1, 2, 4, 8, 16, 32, 64])
+def test_tokens_are_those_of_plain_decoding(budget, plain):
+    found = generated(speculative_ddtree_budget=budget)
+    for law, texts in plain.items():
+        assert found[law] == texts, law
