@@ -33,7 +33,7 @@ _WRAPPER = """#!/bin/sh
 # Runs the assembler with a report, and keeps report and result.
 out=; previous=
 for word in "$@"; do [ "$previous" = "-o" ] && out=$word; previous=$word; done
-report=$(mktemp "{reports}/XXXXXXXX")
+report="{reports}/$$"
 "{assembler}" "$@" -v 2> "$report.txt"; code=$?
 cat "$report.txt" >&2
 [ -f "$out" ] && cp "$out" "$report.cubin"

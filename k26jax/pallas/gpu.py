@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -76,6 +77,11 @@ def architecture() -> str | None:
         f"no kernel tiles for {kind!r} ({platform()}); known are Hopper and Blackwell GPUs; "
         "use kernels='reference'"
     )
+
+
+def layer_operand(layer: int | jax.Array) -> jax.Array:
+    """Returns a layer's number, int32 [1]: an operand, so one compiled kernel serves all layers."""
+    return jnp.asarray(layer, jnp.int32).reshape(1)
 
 
 def launch(

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from k26jax.pallas.gpu import Tile, launch
+from k26jax.pallas.gpu import Tile, launch, layer_operand
 from k26jax.pallas.tiles import tile as tile_of
 
 Load = Callable[[Any], tuple[jax.Array, list[jax.Array]]]
@@ -127,7 +127,7 @@ def _products(
     )
     return launch(
         kernel,
-        _scalar(layer),
+        layer_operand(layer),
         x,
         *(weight for part in parts for weight in part),
         name="dense" if all(len(part) == 1 for part in parts) else "dense_gated",
@@ -151,7 +151,7 @@ def _by_head(
     tile = tile or tile_of(name)
     return launch(
         functools.partial(kernel, tile=tile),
-        _scalar(layer),
+        layer_operand(layer),
         x,
         kv_b,
         name=name,
@@ -159,11 +159,6 @@ def _by_head(
         out_shape=jax.ShapeDtypeStruct((t, heads, width), kind),
         tile=tile,
     )
-
-
-def _scalar(layer: int | jax.Array) -> jax.Array:
-    # An operand and not a constant: one compiled kernel serves all layers.
-    return jnp.asarray(layer, jnp.int32).reshape(1)
 
 
 def _dense_kernel(layer_ref, x_ref, *refs, counts: tuple[int, ...], tile: Tile) -> None:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32, Int32
 
-from k26jax.pallas.gpu import Tile, launch
+from k26jax.pallas.gpu import Tile, launch, layer_operand
 from k26jax.pallas.tiles import tile as tile_of
 from k26jax.pallas.tree_mla.splits import TIERS, Tiers, split_of, split_start
 
@@ -63,7 +63,7 @@ def draft_attention(
     part = (shape.batch, shape.kv_heads, shape.n_splits + 1, shape.row_tiles * shape.tile.rows)
     partials = launch(
         functools.partial(_attend, shape=shape),
-        jnp.asarray(layer, jnp.int32).reshape(1),
+        layer_operand(layer),
         lengths,
         query_of,
         cache_keys,

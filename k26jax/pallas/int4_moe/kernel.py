@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32, Int32
 
-from k26jax.pallas.gpu import Tile, architecture, launch
+from k26jax.pallas.gpu import Tile, architecture, launch, layer_operand
 from k26jax.pallas.int4_moe.layout import DEPTH, PLANES, TiledExperts, Tiles
 from k26jax.pallas.int4_moe.reference import GROUP_SIZE
 from k26jax.pallas.router.reference import Blocks
@@ -85,8 +85,7 @@ def product(
     outputs = n_tiles * weights.columns
     return launch(
         functools.partial(body, top_k=top_k, cut=cut),
-        # An operand and not a constant: one compiled kernel serves all layers.
-        jnp.asarray(layer, jnp.int32).reshape(1),
+        layer_operand(layer),
         blocks.order,
         blocks.expert,
         blocks.first,
@@ -243,7 +242,7 @@ def activate(
     pairs = gate_up.shape[1]
 
     def kernel(gate_up, weights, out):
-        pair, column = pl.program_id(0), jnp.arange(_power(inner))
+        pair, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(inner))
         mask = column < inner
 
         def total(first: int) -> jax.Array:
@@ -277,7 +276,7 @@ def combine(
 ) -> Float32[Array, "t {width}"]:
     """Returns the sum over a token's experts, in order; pairs of no expert count zero."""
     tokens, top_k = topk_ids.shape
-    size = min(_CHUNK, _power(width))
+    size = min(_CHUNK, pl.next_power_of_2(width))
 
     def kernel(parts, ids, out):
         token, chunk = pl.program_id(0), pl.program_id(1)
@@ -301,8 +300,3 @@ def combine(
         out_shape=jax.ShapeDtypeStruct((tokens, width), jnp.float32),
         tile=tile("int4_moe_combine"),
     )
-
-
-def _power(n: int) -> int:
-    """Returns the least power of two at or above n."""
-    return 1 << (n - 1).bit_length()

@@ -9,9 +9,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from k26jax.pallas.products import contract
+from k26jax.pallas.router.reference import block_list
 
 GROUP_SIZE = 32
-BLOCK_ROWS = 64
+GROUPED_ROWS = 64
 FEW_ROWS = 64
 EXPERTS_AT_ONCE = 16
 
@@ -148,19 +149,20 @@ def grouped(
     For many rows: each expert runs on the rows that chose it and no others.
     """
     n_experts, n_pairs = gate.values.shape[1], topk_ids.size
-    plan = _plan_blocks(topk_ids.reshape(-1), n_experts, BLOCK_ROWS)
+    plan = block_list(topk_ids, n_experts, GROUPED_ROWS)
     top_k = topk_ids.shape[1]
     pair_weights = jnp.append(topk_weights.reshape(-1), 0.0)
 
     def run_block(block: jax.Array, out: jax.Array) -> jax.Array:
-        place = plan.first[block] + jnp.arange(BLOCK_ROWS)
-        pair = jnp.where(place < plan.end[block], plan.order[place], n_pairs)
+        row = jnp.arange(GROUPED_ROWS)
+        pair = jnp.where(row < plan.count[block], plan.order[plan.first[block] + row], n_pairs)
         picked = x[jnp.minimum(pair // top_k, x.shape[0] - 1)]
         share = pair_weights[pair][:, None]
         result = _run(picked, plan.expert[block][None], share, gate, up, down, layer)
         return out.at[pair].set(result, mode="drop")
 
-    out = lax.fori_loop(0, plan.n_blocks, run_block, jnp.zeros((n_pairs, x.shape[1]), jnp.float32))
+    out = jnp.zeros((n_pairs, x.shape[1]), jnp.float32)
+    out = lax.fori_loop(0, plan.n_blocks[0], run_block, out)
     return out.reshape(*topk_ids.shape, -1).sum(axis=1)
 
 
@@ -193,32 +195,3 @@ def _shares(topk_ids: jax.Array, topk_weights: jax.Array, n_experts: int) -> jax
     """Returns the weight of every expert in every row, float32 [t, e]."""
     is_chosen = topk_ids[..., None] == jnp.arange(n_experts)
     return jnp.where(is_chosen, topk_weights[..., None], 0.0).sum(axis=1)
-
-
-class _Blocks(NamedTuple):
-    """Work list: block i is expert[i] on the pairs order[first[i] : end[i]]."""
-
-    order: jax.Array
-    expert: jax.Array
-    first: jax.Array
-    end: jax.Array
-    n_blocks: jax.Array
-
-
-def _plan_blocks(expert_of_pair: jax.Array, n_experts: int, rows: int) -> _Blocks:
-    n_pairs = expert_of_pair.size
-    most = min(n_pairs, n_experts) + n_pairs // rows
-    known = (expert_of_pair >= 0) & (expert_of_pair < n_experts)
-    expert_of_pair = jnp.where(known, expert_of_pair, n_experts)
-    order = jnp.argsort(expert_of_pair, stable=True)
-    count = jnp.zeros(n_experts, jnp.int32).at[expert_of_pair].add(1, mode="drop")
-    start = jnp.cumsum(count) - count
-    blocks = -(-count // rows)
-    block_end = jnp.cumsum(blocks)
-    block = jnp.arange(most)
-    expert = jnp.searchsorted(block_end, block, side="right")
-    expert = jnp.minimum(expert, n_experts - 1)
-    within = block - (block_end - blocks)[expert]
-    first = start[expert] + within * rows
-    padded = jnp.concatenate([order, jnp.full(rows, n_pairs, order.dtype)])
-    return _Blocks(padded, expert, first, (start + count)[expert], block_end[-1])

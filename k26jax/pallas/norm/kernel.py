@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32, Int32
 
-from k26jax.pallas.gpu import Tile, launch
+from k26jax.pallas.gpu import Tile, launch, layer_operand
 from k26jax.pallas.tiles import tile as tile_of
 
 
@@ -35,7 +35,7 @@ def rms_norm(
     added = () if residual is None else (residual,)
     outputs = launch(
         functools.partial(_rms_norm_kernel, eps=eps),
-        _scalar(layer),
+        layer_operand(layer),
         gains,
         x,
         *added,
@@ -70,7 +70,7 @@ def latent(
     widths = (gains.shape[1], 2 * cos.shape[1], *(part.shape[1] for part in query_of[1:]))
     return launch(
         functools.partial(_latent_kernel, eps=eps, interleaved=interleaved),
-        _scalar(layer),
+        layer_operand(layer),
         gains,
         compressed,
         cos,
@@ -129,7 +129,7 @@ def head_norm(
     tile = tile or tile_of("norm_heads")
     return launch(
         functools.partial(_head_norm_kernel, eps=eps, tile=tile),
-        _scalar(layer),
+        layer_operand(layer),
         gains,
         x,
         cos,
@@ -171,11 +171,6 @@ def append(
         aliases={first + index: index for index in range(len(flat))},
     )
     return tuple(part.reshape(cache.shape) for part, cache in zip(written, caches, strict=True))
-
-
-def _scalar(layer: int | jax.Array) -> jax.Array:
-    # An operand and not a constant: one compiled kernel serves all layers.
-    return jnp.asarray(layer, jnp.int32).reshape(1)
 
 
 def _rms_norm_kernel(layer_ref, gain_ref, x_ref, *refs, eps: float) -> None:

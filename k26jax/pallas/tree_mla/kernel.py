@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from k26jax.errors import KernelError
 from k26jax.pallas.bits import paths
-from k26jax.pallas.gpu import Tile, launch
+from k26jax.pallas.gpu import Tile, launch, layer_operand
 from k26jax.pallas.tiles import tile as tile_of
 from k26jax.pallas.tree_mla.programs import Shape, attend, merge, padded
 from k26jax.pallas.tree_mla.splits import TIERS, Tiers, split_of
@@ -62,7 +62,7 @@ def tree_mla(
     table = slots[:, None] if page_table is None else page_table
     route = paths(ancestors, padded(shape.tokens))
     operands = (
-        jnp.asarray(layer, jnp.int32).reshape(1),
+        layer_operand(layer),
         table,
         lengths,
         route,
