@@ -14,8 +14,8 @@ def select(
     """Returns the implementation of `operation` that `choice` names.
 
     Args:
-      implementations: by name, best first; "reference" is always among them.
-      choice: a name, or "auto" for the first.
+      implementations: by name; "reference" is always the first.
+      choice: a name, or "auto" for the first; an engine settles "auto" when it loads a model.
 
     Raises: KernelError if the operation has no implementation of that name.
     """
