@@ -121,6 +121,8 @@ def _dense(small: bool) -> Iterator[Row]:
             if case.is_gated:
                 gate, up, *others = weights
                 return dense.gated(x, gate, up, others=tuple(others), layer=layer, **PALLAS)
+            if case.is_parts:
+                return dense.partial_sums(x, weights, layer=layer, **PALLAS)
             return dense.dense(x, weights, layer=layer, **PALLAS)
 
         for rows in ROWS:

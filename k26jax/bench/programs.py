@@ -78,16 +78,19 @@ def _dense() -> Iterator[Candidate]:
             arguments = (x, weights[0], weights[0], weights[1:])
             yield Candidate("dense", case.name, functools.partial(_gated, **options), arguments)
         else:
-            function = functools.partial(dense.dense, **options)
+            form = dense.partial_sums if case.is_parts else dense.dense
+            function = functools.partial(form, **options)
             yield Candidate("dense", case.name, function, (x, weights))
     for case in DENSE_HEADS:
         options = {"nope": case.nope, "kernels": "pallas", **LAYER}
         kv_b = of(2, case.heads, case.nope + case.value, case.latent)
         query = of(ROWS, case.heads, case.nope + case.rope)
         attended = of(ROWS, case.heads, case.latent, dtype=F32)
-        for name, rows in (("absorb", query), ("values", attended)):
-            function = functools.partial(getattr(dense, name), **options)
-            yield Candidate("dense", f"{name} {case.name}", function, (rows, kv_b))
+        angles = of(ROWS, case.rope // 2, dtype=F32)
+        absorb = functools.partial(dense.absorb, interleaved=True, **options)
+        yield Candidate("dense", f"absorb {case.name}", absorb, (query, kv_b, angles, angles))
+        values = functools.partial(dense.values, **options)
+        yield Candidate("dense", f"values {case.name}", values, (attended, kv_b))
 
 
 def _gated(x: Any, gate: Any, up: Any, others: Any, **options: Any) -> Any:
@@ -112,13 +115,10 @@ def _norm() -> Iterator[Candidate]:
             )  # fmt: skip
 
         arguments = (
-            of(ROWS, case.latent + case.rope), of(2, case.latent), angles, angles,
-            of(ROWS, case.query_rank), of(2, case.query_rank),
+            of(2, ROWS, case.latent + case.rope, dtype=F32), of(2, case.latent), angles, angles,
+            of(2, ROWS, case.query_rank, dtype=F32), of(2, case.query_rank),
         )  # fmt: skip
         yield Candidate("norm", f"latent {case.name}", latent, arguments)
-        rotate = functools.partial(norm.rotate_heads, interleaved=True, kernels="pallas")
-        query = of(ROWS, case.heads, case.nope + case.rope)
-        yield Candidate("norm", f"rotate_heads {case.name}", rotate, (query, angles, angles))
 
 
 def _router() -> Iterator[Candidate]:
@@ -126,8 +126,8 @@ def _router() -> Iterator[Candidate]:
         function = functools.partial(
             router.route_and_list, rows=case.rows, kernels="pallas", **case.rule
         )
-        bias = of(case.n_experts, dtype=F32) if case.has_bias else None
-        logits = of(case.n_tokens, case.n_experts, dtype=F32)
+        bias = of(2, case.n_experts, dtype=F32) if case.has_bias else None
+        logits = of(2, case.n_tokens, case.n_experts, dtype=F32)
         valid = of(case.n_tokens, dtype=jnp.bool_)
         yield Candidate("router", case.name, function, (logits, bias, valid))
 
@@ -143,13 +143,20 @@ def _moe() -> Iterator[Candidate]:
             of(most, dtype=I32),
             of(1, dtype=I32),
         )
-        function = functools.partial(int4_moe.tiled_experts, inner=case.inner, **LAYER)
+
+        def function(x, ids, weights, blocks, shared, experts, case=case):
+            options = {"inner": case.inner, "dtype": BF16, "shared": shared, **LAYER}
+            return int4_moe.tiled_experts(x, ids, weights, blocks, experts, **options)
+
+        width = case.inner
+        first = of(4, case.tokens, width, dtype=F32)
+        shared = int4_moe.Shared(first, first, of(2, case.hidden, width))
         experts = int4_moe.TiledExperts(
             _tiles(case.n_experts, 2 * case.inner, case.hidden),
             _tiles(case.n_experts, case.hidden, case.inner),
         )
         chosen = of(case.tokens, case.top_k, dtype=I32), of(case.tokens, case.top_k, dtype=F32)
-        arguments = (of(case.tokens, case.hidden), *chosen, blocks, experts)
+        arguments = (of(case.tokens, case.hidden), *chosen, blocks, shared, experts)
         yield Candidate("int4_moe", case.name, function, arguments)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from k26jax.pallas.gpu import Tile, launch
+
 
 def seconds_a_call(
     call: Callable[..., Any],
@@ -21,14 +23,14 @@ def seconds_a_call(
     """Returns the seconds of one call among many that wait for each other.
 
     Two programs of different length are timed; their difference has no dispatch in it. Calls are
-    chained through one element of x, and what that costs alone is subtracted.
+    chained by a kernel that takes x and a result and gives x; what that costs alone is subtracted.
 
     Args:
       call: (number of the call, x, *operands) -> arrays; the number picks weights or routings, so
         that the cache of the card holds none of them.
     """
     whole = _slope(call, x, operands, lengths, repeats)
-    return whole - _slope(lambda number, x, *rest: x, x, operands, lengths, repeats)
+    return whole - _slope(lambda number, *rest: jnp.zeros(1), x, operands, lengths, repeats)
 
 
 def _slope(
@@ -51,10 +53,17 @@ def _slope(
 
 
 def _touched(x: jax.Array, result: jax.Array) -> jax.Array:
-    """Returns x with one element written that depends on the result; its value stays near."""
-    first = (0,) * x.ndim
-    # Times zero is no constant: the result could be NaN.
-    return x.at[first].set(x[first] + (result.reshape(-1)[0] * 0).astype(x.dtype))
+    """Returns x in its own memory, which XLA takes to depend on the result."""
+
+    def kernel(x_ref: Any, result_ref: Any, out_ref: Any) -> None:
+        first = (jnp.int32(0),) * x.ndim
+        out_ref[first] = x_ref[first]
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    tile = Tile(warps=1, stages=1)
+    return launch(
+        kernel, x, result, name="touch", grid=(1,), out_shape=shape, tile=tile, aliases={0: 0}
+    )
 
 
 def _median(
@@ -75,29 +84,28 @@ def read_bytes_a_second(n_bytes: int) -> float:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
-    from k26jax.pallas.gpu import Tile, launch
-
     width, turns = 4096, 16
     rows = max(n_bytes // 4 // width // turns, 1)
 
-    def kernel(x_ref: Any, out_ref: Any) -> None:
+    def kernel(x_ref: Any, held_ref: Any, out_ref: Any) -> None:
         row = pl.program_id(0)
 
         def add(turn: jax.Array, total: jax.Array) -> jax.Array:
-            return total + plt.load(x_ref.at[row * turns + turn, pl.ds(0, width)])
+            return total + plt.load(held_ref.at[row * turns + turn, pl.ds(0, width)])
 
         total = jax.lax.fori_loop(0, turns, add, jnp.zeros(width, jnp.int32))
         out_ref[row] = jnp.sum(total)
 
-    def read(number: int, x: jax.Array) -> jax.Array:
+    def read(number: int, x: jax.Array, held: jax.Array) -> jax.Array:
         return launch(
             kernel,
             x,
+            held,
             name="read",
             grid=(rows,),
             out_shape=jax.ShapeDtypeStruct((rows,), jnp.int32),
             tile=Tile(warps=8, stages=3),
         )
 
-    x = jnp.ones((rows * turns, width), jnp.int32)
-    return x.nbytes / seconds_a_call(read, x, lengths=(2, 6))
+    held = jnp.ones((rows * turns, width), jnp.int32)
+    return held.nbytes / seconds_a_call(read, jnp.zeros(1), (held,), lengths=(2, 10))

@@ -25,7 +25,9 @@ _SMALL_CHUNK = 32
 
 # Left to itself XLA skips a rounding between operations it fuses, so a prefill that also gives the
 # drafter its features would leave other bits in the cache than one that does not.
-_OPTIONS: dict[str, str | bool] = {"xla_allow_excess_precision": False}
+_OPTIONS: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
+# On a GPU XLA picks its products by timing them, so two starts could pick two orders of a sum.
+_GPU_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 class Runner:
@@ -142,11 +144,11 @@ class Runner:
         if kind in ("prefill", "logits"):
             chunk = self._chunk(0, (), 0, int(size), None)
             program = jax.jit(self._prefill_program(kind == "logits"), donate_argnums=2)
-            return program.lower(params, chunk, state).compile(_OPTIONS)
+            return program.lower(params, chunk, state).compile(_options())
         if name == "release":
             return jax.jit(_release, donate_argnums=0).lower(state, np.int32(0)).compile()
         program = jax.jit(self._steps_program(kind == "traced"), donate_argnums=1)
-        return program.lower(params, state, np.int32(1)).compile(_OPTIONS)
+        return program.lower(params, state, np.int32(1)).compile(_options())
 
     def _models(self, params: Params) -> Models:
         models = self._loaded.models
@@ -203,6 +205,10 @@ class Runner:
             max_tokens=_host(request.max_tokens if request else 0, np.int32),
             sampling=_sampling_row(request),
         )
+
+
+def _options() -> dict[str, str | bool | int]:
+    return _OPTIONS | (_GPU_OPTIONS if jax.default_backend() == "gpu" else {})
 
 
 def _release(state: SpecState, slot: jax.Array) -> SpecState:

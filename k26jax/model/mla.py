@@ -15,8 +15,9 @@ from k26jax.config import ModelConfig
 from k26jax.model.cache import LatentCache
 from k26jax.model.layers import contract, flat, linear, rope_tables
 from k26jax.model.parameters import Source, declare, ones
-from k26jax.pallas.dense import absorb, dense, values
-from k26jax.pallas.norm import latent, rotate_heads
+from k26jax.pallas.dense import absorb, dense, partial_sums, values
+from k26jax.pallas.norm import latent
+from k26jax.pallas.norm.reference import rotate_heads
 from k26jax.pallas.tree_mla import tree_mla
 
 
@@ -104,10 +105,11 @@ class MLA(nnx.Module):
         }
         down = self.kv_a_proj_with_mqa[...], self.kv_a_layernorm[...]
         if config.q_lora_rank is None:
-            query, compressed = dense(x, (self.q_proj[...], down[0]), layer=layer, kernels=kernels)
+            (query,) = dense(x, (self.q_proj[...],), layer=layer, kernels=kernels)
+            (compressed,) = partial_sums(x, down[:1], layer=layer, kernels=kernels)
             c_kv, k_pe = latent(compressed, down[1], *tables, **latent_norm)
         else:
-            q_latent, compressed = dense(
+            q_latent, compressed = partial_sums(
                 x, (self.q_a_proj[...], down[0]), layer=layer, kernels=kernels
             )
             c_kv, k_pe, q_latent = latent(
@@ -139,8 +141,15 @@ class MLA(nnx.Module):
         """
         config, nope = self.config, self.config.qk_nope_head_dim
         query, c_kv, k_pe = self.project(layer, x, tables, kernels)
-        q_latent = absorb(query, self.kv_b_proj[...], layer=layer, nope=nope, kernels=kernels)
-        q_pe = rotate_heads(query, *tables, interleaved=config.rope_interleave, kernels=kernels)
+        q_latent, q_pe = absorb(
+            query,
+            self.kv_b_proj[...],
+            *tables,
+            layer=layer,
+            nope=nope,
+            interleaved=config.rope_interleave,
+            kernels=kernels,
+        )
 
         def by_sequence(rows: jax.Array) -> jax.Array:
             return rows.reshape(*context.ancestors.shape[:2], *rows.shape[1:])
@@ -181,7 +190,7 @@ class MLA(nnx.Module):
         config = self.config
         tables = self.tables(jnp.broadcast_to(positions, x.shape[:2]))
         query, c_kv, k_pe = self.project(layer, flat(x), tables, "reference")
-        q_pe = rotate_heads(query, *tables, interleaved=config.rope_interleave, kernels="reference")
+        q_pe = rotate_heads(query, *tables, interleaved=config.rope_interleave)
         parts = query[..., : config.qk_nope_head_dim], q_pe, c_kv, k_pe
         q_nope, q_pe, c_kv, k_pe = (part.reshape(*x.shape[:2], *part.shape[1:]) for part in parts)
         return q_nope, q_pe, c_kv, k_pe

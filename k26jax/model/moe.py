@@ -11,10 +11,11 @@ from flax import nnx
 from k26jax.config import ModelConfig, Quantization
 from k26jax.model.mlp import SwiGLU
 from k26jax.model.parameters import Source, declare
-from k26jax.pallas.dense import dense, gated
+from k26jax.pallas.dense import partial_sums
 from k26jax.pallas.int4_moe import (
     BLOCK_ROWS,
     ExpertWeights,
+    Shared,
     TiledExperts,
     Tiles,
     arrange,
@@ -136,14 +137,15 @@ class MoE(nnx.Module):
         """Returns topk_ids and topk_weights [n, k] and the experts' work list.
 
         Args:
-          logits: the router's, float32 [n, e].
+          logits: the router's, float32 [part, n, e].
           valid: bool [n]; other rows choose no expert.
         """
         config = self.config
         return route_and_list(
             logits,
-            self.e_score_correction_bias[row] if config.has_selection_bias else None,
+            self.e_score_correction_bias[...] if config.has_selection_bias else None,
             valid,
+            layer=row,
             rows=BLOCK_ROWS,
             num_experts_per_tok=config.num_experts_per_tok,
             scoring_func=config.scoring_func,
@@ -170,10 +172,10 @@ class MoE(nnx.Module):
           valid: bool [n]; other rows choose no expert.
           differentiable: run every expert on every row.
         """
-        logits, inner = self.first_products(row, x, kernels)
+        logits, shared = self.first_products(row, x, kernels)
         topk_ids, topk_weights, blocks = self.choose(row, logits, valid, kernels)
         if hasattr(self, "experts"):
-            routed = tiled_experts(
+            return tiled_experts(
                 x,
                 topk_ids,
                 topk_weights,
@@ -181,35 +183,34 @@ class MoE(nnx.Module):
                 self.experts.tiles(),
                 layer=row,
                 inner=self.config.moe_intermediate_size,
+                shared=shared,
+                dtype=x.dtype,
             )
-        else:
-            routed = experts(
-                x,
-                topk_ids,
-                topk_weights,
-                self.gate_proj.stack(),
-                self.up_proj.stack(),
-                self.down_proj.stack(),
-                layer=row,
-                kernels=kernels,
-                differentiable=differentiable,
-            )
-        if inner is not None:
-            routed = routed + self.shared_experts.down(row, inner, kernels).astype(jnp.float32)
-        return routed.astype(x.dtype)
+        return experts(
+            x,
+            topk_ids,
+            topk_weights,
+            self.gate_proj.stack(),
+            self.up_proj.stack(),
+            self.down_proj.stack(),
+            layer=row,
+            shared=shared,
+            dtype=x.dtype,
+            kernels=kernels,
+            differentiable=differentiable,
+        )
 
     def first_products(
         self, row: int, x: jax.Array, kernels: str
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns router logits, float32 [n, e], and the inner rows of a shared expert."""
-        router = {"layer": row, "dtypes": (jnp.float32,), "kernels": kernels}
+    ) -> tuple[jax.Array, Shared | None]:
+        """Returns router logits, float32 [part, n, e], and what the shared expert has so far."""
+        options = {"layer": row, "kernels": kernels}
         if not self.config.n_shared_experts:
-            return dense(x, (self.gate[...],), **router)[0], None
+            return partial_sums(x, (self.gate[...],), **options)[0], None
         shared = self.shared_experts
-        inner, logits = gated(
-            x, shared.gate_proj[...], shared.up_proj[...], others=(self.gate[...],), **router
-        )
-        return logits, inner
+        weights = shared.gate_proj[...], shared.up_proj[...], self.gate[...]
+        gate, up, logits = partial_sums(x, weights, **options)
+        return logits, Shared(gate, up, shared.down_proj[...])
 
 
 def _bits(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from k26jax.config import ModelConfig
@@ -197,11 +198,15 @@ class Target(nnx.Module):
     def _norm(
         self, x: jax.Array, change: jax.Array | None, gains: jax.Array, layer: int, kernels: str
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns x + change, and that normed."""
+        """Returns x + change, and that normed.
+
+        Both behind a barrier: XLA otherwise merges the sums of several layers, or does not where a
+        drafter reads them, and a prefill with a drafter leaves other bits than one without.
+        """
         norm = {"layer": layer, "eps": self.config.rms_norm_eps, "kernels": kernels}
         if change is None:
             return x, rms_norm(x, gains, **norm)
-        return add_rms_norm(x, change, gains, **norm)
+        return lax.optimization_barrier(add_rms_norm(x, change, gains, **norm))
 
     def _feed_forward(
         self, layer: int, x: jax.Array, valid: jax.Array, kernels: str, differentiable: bool

@@ -38,6 +38,7 @@ class Tile:
     splits: parts a sum is cut into, whatever the number of rows.
     depth: elements of a sum that one step takes.
     chunk: tiles of outputs that one program takes in turn.
+    parts: programs that share a sum and leave its parts to the reader; 0: one, whole.
     warps, stages: of one program.
     """
 
@@ -46,6 +47,7 @@ class Tile:
     splits: int = 1
     depth: int = 256
     chunk: int = 1
+    parts: int = 0
     warps: int = 4
     stages: int = 3
 

@@ -1,5 +1,7 @@
 """The one way to multiply: operands in their own type, sums in float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,3 +19,8 @@ def contract(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32, precision=precision)
+
+
+def total(parts: jax.Array) -> jax.Array:
+    """Returns the sum over the first axis in float32, in order."""
+    return functools.reduce(jnp.add, parts.astype(jnp.float32))

@@ -21,13 +21,18 @@ TILES: dict[str, dict[str, Tile]] = {
         "sm_120": Tile(columns=128, splits=2, chunk=4, warps=4, stages=2),
     },
     "int4_moe_activate": dict.fromkeys(("sm_90", "sm_100", "sm_120"), Tile(warps=2, stages=1)),
-    "int4_moe_combine": dict.fromkeys(("sm_90", "sm_100", "sm_120"), Tile(warps=4, stages=1)),
-    # Products: short sums, many columns, few columns. The tile follows from the weights' shape.
+    "int4_moe_combine": dict.fromkeys(
+        ("sm_90", "sm_100", "sm_120"), Tile(columns=64, depth=128, warps=4, stages=2)
+    ),
+    # Products: short sums, sums in parts, few columns, many. Which one follows from the weights.
     "dense_short": {
         "sm_90": Tile(columns=16, splits=2, depth=256, warps=2, stages=3),
         "sm_100": Tile(columns=16, splits=2, depth=256, warps=2, stages=3),
         "sm_120": Tile(columns=16, splits=2, depth=256, warps=2, stages=3),
     },
+    "dense_parts": dict.fromkeys(
+        ("sm_90", "sm_100", "sm_120"), Tile(columns=16, splits=2, depth=128, warps=2, stages=4)
+    ),
     "dense_narrow": {
         "sm_90": Tile(columns=16, splits=4, depth=128, warps=2, stages=4),
         "sm_100": Tile(columns=16, splits=4, depth=128, warps=2, stages=4),

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,6 +42,12 @@ def near(actual, expected: np.ndarray, size: np.ndarray | float, dtype) -> None:
     assert np.all(error <= TOLERANCE[dtype] * np.abs(expected) + 2e-6 * size)
 
 
+def tables_of(rows: int, half: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of arbitrary angles, one row each."""
+    angles = 3 * normal(11, rows, half)
+    return np.cos(angles), np.sin(angles)
+
+
 def rounded(x: np.ndarray, dtype) -> np.ndarray:
     return wide(x.astype(np.float32).astype(dtype))
 
@@ -52,7 +59,8 @@ def program(name: str, form=kernel, **static):
 
 def run(case, x, weights, **static):
     if not case.is_gated:
-        return program("dense", **static)(x, tuple(weights), layer=np.int32(LAYER))
+        name = "partial_sums" if case.is_parts else "dense"
+        return program(name, **static)(x, tuple(weights), layer=np.int32(LAYER))
     gate, up, *others = weights
     return program("gated", **static)(x, gate, up, layer=np.int32(LAYER), others=tuple(others))
 
@@ -78,6 +86,9 @@ def test_products_equal_float64(case, dtype):
         slack = 3 * TOLERANCE[dtype] * (1 + np.abs(gate)) * (1 + np.abs(up))
         assert np.all(np.abs(wide(outputs[0]) - inner) <= slack + 2e-6 * sizes[0])
         outputs, sums, sizes = outputs[1:], sums[2:], sizes[2:]
+    if case.is_parts:
+        assert all(output.shape[0] > 1 and output.dtype == np.float32 for output in outputs)
+        outputs, dtype = [output.sum(axis=0) for output in outputs], np.float32
     for output, expected, size in zip(outputs, sums, sizes, strict=True):
         assert (output.dtype, output.shape) == (dtype, expected.shape)
         near(output, expected, size, dtype)
@@ -108,13 +119,15 @@ def test_each_result_has_its_own_dtype():
 def test_heads_equal_float64(case, dtype):
     kv_b = stack(4, case.heads, case.nope + case.value, case.latent, dtype=dtype)
     query = normal(5, 17, case.heads, case.nope + case.rope, dtype=dtype)
-    query[..., case.nope :] = np.nan
     attended = normal(6, 17, case.heads, case.latent)
     w_uk, w_uv = kv_b.copy(), kv_b.copy()
     w_uk[:, :, case.nope :] = w_uv[:, :, : case.nope] = np.nan
     layer = np.int32(LAYER)
 
-    latent = program("absorb", nope=case.nope)(query, w_uk, layer=layer)
+    tables = tables_of(17, case.rope // 2)
+    latent, _ = program("absorb", nope=case.nope, interleaved=True)(
+        query, w_uk, *tables, layer=layer
+    )
     left, right = wide(query)[..., : case.nope], wide(kv_b[LAYER])[:, : case.nope]
     assert (latent.dtype, latent.shape) == (dtype, (17, case.heads, case.latent))
     size = np.einsum("thn,hnc->thc", np.abs(left), np.abs(right))
@@ -127,20 +140,51 @@ def test_heads_equal_float64(case, dtype):
     near(values, np.einsum("thc,hvc->thv", left, right), size, dtype)
 
 
-def test_heads_equal_the_reference():
-    case = HEADS_CASES[0]
+def heads_program(name, form, case, **static):
+    """`absorb` or `values` of rows; the positions' tables are the same for both forms."""
+    if name == "values":
+        return program(name, form, nope=case.nope)
+
+    def call(x, kv_b, *, layer):
+        cos, sin = (table[: len(x)] for table in tables_of(64, case.rope // 2))
+        made = program(name, form, nope=case.nope, **static)
+        return made(x, kv_b, cos, sin, layer=layer)
+
+    return call
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+@pytest.mark.parametrize("case", SMALL_HEADS)
+def test_heads_equal_the_reference(case, interleaved):
     kv_b = normal(4, LAYERS, case.heads, case.nope + case.value, case.latent)
     for name, width in (("absorb", case.nope + case.rope), ("values", case.latent)):
         x = normal(5, 17, case.heads, width)
         actual, expected = (
-            program(name, form, nope=case.nope)(x, kv_b, layer=np.int32(2))
+            heads_program(name, form, case, interleaved=interleaved)(x, kv_b, layer=np.int32(2))
             for form in (kernel, reference)
         )
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
+        for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+def test_q_pe_is_rotated_in_float64(interleaved):
+    case = HEADS_CASES[1]
+    query = normal(5, 17, case.heads, case.nope + case.rope)
+    query[..., : case.nope] = np.nan
+    kv_b = normal(4, LAYERS, case.heads, case.nope + case.value, case.latent)
+    absorb = heads_program("absorb", kernel, case, interleaved=interleaved)
+    q_pe = absorb(query, kv_b, layer=np.int32(0))[1]
+    x, half = wide(query)[..., case.nope :], case.rope // 2
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    cos, sin = (wide(table)[:17, None] for table in tables_of(64, half))
+    expected = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    np.testing.assert_allclose(q_pe, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("tails", 1), ("tails", 17), ("tails", 33), ("gated_beside", 17)]
+    ("name", "rows"),
+    [("tails", 1), ("tails", 17), ("tails", 33), ("gated_beside", 17), ("parts", 17)],
 )
 def test_a_row_never_depends_on_the_others(name, rows):
     """Bit for bit, wherever the row stands and whatever the others hold."""
@@ -153,8 +197,8 @@ def test_a_row_never_depends_on_the_others(name, rows):
     poisoned[1:] = np.nan
     alone = run(case, poisoned, weights)
     for all_rows, few, first in zip(whole, some, alone, strict=True):
-        assert np.array_equal(wide(all_rows)[chosen], wide(few))
-        assert np.array_equal(wide(few)[:1], wide(first)[:1])
+        assert np.array_equal(wide(all_rows)[..., chosen, :], wide(few))
+        assert np.array_equal(wide(few)[..., :1, :], wide(first)[..., :1, :])
 
 
 def test_head_rows_never_depend_on_the_others():
@@ -163,8 +207,10 @@ def test_head_rows_never_depend_on_the_others():
     chosen = np.array([30, 2, 17])
     for name, width in (("absorb", case.nope + case.rope), ("values", case.latent)):
         x = normal(5, 35, case.heads, width, dtype=jnp.bfloat16)
-        call = program(name, nope=case.nope)
+        call = heads_program(name, kernel, case, interleaved=True)
         whole, some = (call(part, kv_b, layer=np.int32(0)) for part in (x, x[chosen]))
+        if name == "absorb":
+            whole, some = whole[0], some[0]
         assert np.array_equal(wide(whole)[chosen], wide(some))
 
 
@@ -182,12 +228,14 @@ def test_every_tile_gives_the_product(tile):
 
 
 def test_the_tile_follows_from_the_weights():
-    tiles = [kernel.dense_tile(n, k) for n, k in ((7168, 1024), (2112, 7168), (20480, 7168))]
+    tiles = [kernel.dense_tile(n, k) for n, k in ((1536, 1536), (4608, 7168), (7168, 1024))]
     assert len(set(tiles)) == 3
+    # 132 and 56 tiles of columns: about 256 programs.
+    assert [kernel.parts_tile(n, 7168).parts for n in (2112, 896)] == [2, 5]
     assert {tile.rows for tile in tiles} == {16}
 
 
-@pytest.mark.parametrize("operation", ["dense", "gated", "absorb", "values"])
+@pytest.mark.parametrize("operation", ["dense", "partial_sums", "gated", "absorb", "values"])
 def test_a_form_that_does_not_exist_is_refused(operation):
     with pytest.raises(KernelError, match=f"{operation} has no 'cublas'"):
         getattr(products, operation)(kernels="cublas")

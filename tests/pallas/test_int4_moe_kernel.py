@@ -10,9 +10,10 @@ import pytest
 
 from k26jax.checkpoint.int4 import pack_int4
 from k26jax.errors import KernelError
-from k26jax.pallas.int4_moe import ExpertWeights, experts, kernel
+from k26jax.pallas.int4_moe import ExpertWeights, Shared, experts, kernel
 from k26jax.pallas.int4_moe.cases import SMALL_CASES, Case
 from k26jax.pallas.int4_moe.layout import arrange
+from k26jax.pallas.int4_moe.reference import add_shared
 from k26jax.pallas.router.reference import block_list
 
 COLUMNS, LAYER = 32, 1
@@ -48,11 +49,13 @@ def routing(case: Case, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return x, ids.astype(np.int32), rng.uniform(0.1, 2, ids.shape).astype(np.float32)
 
 
-def run(case: Case, x, ids, share, dtype=jnp.bfloat16) -> np.ndarray:
+def run(
+    case: Case, x, ids, share, dtype=jnp.bfloat16, shared=None, result=jnp.float32
+) -> np.ndarray:
     blocks = block_list(jnp.asarray(ids), case.n_experts, 16)
     out = kernel.experts(
         jnp.asarray(x, dtype), jnp.asarray(ids), jnp.asarray(share), blocks, tiled(case),
-        layer=LAYER, inner=case.inner,
+        layer=LAYER, inner=case.inner, shared=shared, dtype=result,
     )  # fmt: skip
     return np.asarray(out)
 
@@ -113,6 +116,43 @@ def test_idle_rows_of_nan_stay_alone_and_give_zero(idle):
     poisoned = run(case, x, ids, share)
     assert (poisoned[rows] == 0).all()
     np.testing.assert_array_equal(poisoned, clean)
+
+
+def shared_of(case: Case, rows: int, width: int) -> tuple[Shared, np.ndarray]:
+    """A shared expert whose gate and up come in two parts, and its output in float64."""
+    rng = np.random.default_rng([rows, width])
+    gate, up = rng.standard_normal((2, 2, rows, width)).astype(np.float32)
+    down = np.full((2, case.hidden, width), np.nan, np.float32)
+    down[LAYER] = rng.standard_normal((case.hidden, width)) / width**0.5
+    gates, ups = (part.astype(np.float64).sum(axis=0) for part in (gate, up))
+    out = gates / (1 + np.exp(-gates)) * ups @ down[LAYER].T.astype(np.float64)
+    return Shared(*map(jnp.asarray, (gate, up, down))), out
+
+
+@pytest.mark.parametrize("width", [32, 200])
+def test_the_shared_expert_is_added_last(width):
+    case = SMALL_CASES[1]
+    inputs = routing(case, case.tokens)
+    shared, out = shared_of(case, case.tokens, width)
+    found = run(case, *inputs, dtype=jnp.float32, shared=shared)
+    np.testing.assert_allclose(found, expected(case, *inputs) + out, rtol=5e-5, atol=5e-5)
+    plain = run(case, *inputs, dtype=jnp.float32)
+    wanted = add_shared(jnp.asarray(plain), shared, layer=LAYER, kind=jnp.float32)
+    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-5)
+
+
+def test_a_row_of_the_shared_expert_does_not_know_of_the_others():
+    case = SMALL_CASES[1]
+    x, ids, share = routing(case, case.tokens)
+    shared, _ = shared_of(case, case.tokens, 200)
+    shared = jax.tree.map(lambda x: x.astype(jnp.bfloat16), shared)
+    together = run(case, x, ids, share, shared=shared, result=jnp.bfloat16)
+    assert together.dtype == jnp.bfloat16
+    for row in range(0, case.tokens, 4):
+        here = slice(row, row + 1)
+        one = shared._replace(gate=shared.gate[:, here], up=shared.up[:, here])
+        alone = run(case, x[here], ids[here], share[here], shared=one, result=jnp.bfloat16)
+        np.testing.assert_array_equal(alone[0], together[row])
 
 
 @pytest.mark.parametrize("case", SMALL_CASES[:3], ids=lambda case: case.name)

@@ -96,6 +96,19 @@ def test_ties_go_to_the_lowest_id(grid, negative):
     assert_same(program(route, **rule)(logits, bias)[0], reference.route(logits, bias, **rule)[0])
 
 
+@pytest.mark.parametrize("tokens", [5, 17])
+def test_logits_in_parts_and_a_stack_of_biases(tokens):
+    case = next(case for case in SMALL if case.has_bias)._replace(n_tokens=tokens)
+    logits, bias, valid = inputs(case)
+    whole = np.round(64 * logits) / 64  # so that the parts' sum is exact
+    parts = np.stack([whole + 3, np.full_like(whole, -2), np.full_like(whole, -1)])
+    stack = np.stack([np.full_like(bias, np.nan), bias])
+    both = program(route_and_list, rows=8, **case.rule)
+    assert_same(both(parts, stack, valid, layer=np.int32(1)), both(whole, bias, valid))
+    expected = reference.route_and_list(parts, stack, valid, layer=1, rows=8, **case.rule)
+    assert_same(both(whole, bias, valid)[0], expected[0])
+
+
 def test_idle_rows_may_hold_nan():
     case = SMALL[-1]._replace(n_tokens=5)
     logits, bias, _ = inputs(case)

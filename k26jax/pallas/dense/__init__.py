@@ -1,5 +1,5 @@
 """Products of a few rows with float weights, of any number of rows bit for bit alike."""
 
-from k26jax.pallas.dense.api import absorb, dense, gated, values
+from k26jax.pallas.dense.api import absorb, dense, gated, partial_sums, values
 
-__all__ = ["absorb", "dense", "gated", "values"]
+__all__ = ["absorb", "dense", "gated", "partial_sums", "values"]

@@ -20,6 +20,14 @@ def dense(*args: Any, kernels: str = "auto", **kwargs: Any) -> tuple[jax.Array, 
     return _select("dense", kernels)(*args, **kwargs)
 
 
+def partial_sums(*args: Any, kernels: str = "auto", **kwargs: Any) -> tuple[jax.Array, ...]:
+    """Returns products in parts, for a reader that adds them; see `reference.partial_sums`.
+
+    Raises: KernelError if `kernels` names an implementation that does not exist.
+    """
+    return _select("partial_sums", kernels)(*args, **kwargs)
+
+
 def gated(*args: Any, kernels: str = "auto", **kwargs: Any) -> tuple[jax.Array, ...]:
     """Returns SwiGLU's inner rows and other products; arguments as in `reference.gated`.
 
@@ -28,8 +36,8 @@ def gated(*args: Any, kernels: str = "auto", **kwargs: Any) -> tuple[jax.Array, 
     return _select("gated", kernels)(*args, **kwargs)
 
 
-def absorb(*args: Any, kernels: str = "auto", **kwargs: Any) -> jax.Array:
-    """Returns the latent queries; arguments as in `reference.absorb`.
+def absorb(*args: Any, kernels: str = "auto", **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns q_latent and q_pe; arguments as in `reference.absorb`.
 
     Raises: KernelError if `kernels` names an implementation that does not exist.
     """

@@ -11,6 +11,7 @@ class Case(NamedTuple):
 
     widths: columns n of each weight; of `gated` the first is that of gate and up.
     is_gated: a launch of `gated`, not of `dense`.
+    is_parts: a launch of `partial_sums`.
     is_small: fit for interpret mode.
     """
 
@@ -18,6 +19,7 @@ class Case(NamedTuple):
     k: int
     widths: tuple[int, ...]
     is_gated: bool = False
+    is_parts: bool = False
     is_small: bool = False
 
 
@@ -43,11 +45,11 @@ CASES = (
     Case("long", 1100, (24,), is_small=True),
     Case("gated", 200, (40,), is_gated=True, is_small=True),
     Case("gated_beside", 96, (40, 17, 5), is_gated=True, is_small=True),
-    Case("q_a_kv_a", 7168, (1536, 576)),
+    Case("parts", 1100, (40, 24, 7), is_parts=True, is_small=True),
+    Case("q_a_kv_a", 7168, (1536, 576), is_parts=True),
     Case("q_b", 1536, (1536,)),
     Case("o", 1024, (7168,)),
-    Case("shared_up_router", 7168, (256, 384), is_gated=True),
-    Case("shared_down", 256, (7168,)),
+    Case("shared_router", 7168, (256, 256, 384), is_parts=True),
     Case("mlp_up", 7168, (2304,), is_gated=True),
     Case("mlp_down", 2304, (7168,)),
     Case("lm_head", 7168, (20480,)),

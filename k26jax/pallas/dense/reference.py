@@ -6,8 +6,9 @@ Sums run in float32 and are rounded once, where the model rounds: behind each pr
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
+from k26jax.pallas.norm.reference import rotate_heads
 from k26jax.pallas.products import contract
 
 
@@ -29,6 +30,21 @@ def dense(
     return tuple(
         contract("tk,nk->tn", x, weight[layer].astype(x.dtype)).astype(kind or x.dtype)
         for weight, kind in zip(weights, kinds, strict=True)
+    )
+
+
+def partial_sums(
+    x: Float[Array, "t k"],
+    weights: tuple[Float[Array, "l _ k"], ...],
+    *,
+    layer: int | Int32[Array, ""],
+) -> tuple[Float32[Array, "part t _"], ...]:
+    """Returns x times each weight transposed, in parts that the reader adds in order.
+
+    Args: as in `dense`.
+    """
+    return tuple(
+        contract("tk,nk->tn", x, weight[layer].astype(x.dtype))[None] for weight in weights
     )
 
 
@@ -57,19 +73,24 @@ def gated(
 def absorb(
     query: Float[Array, "t h qk"],
     kv_b: Float[Array, "l h nv c"],
+    cos: Float32[Array, "t r_half"],
+    sin: Float32[Array, "t r_half"],
     *,
     layer: int | Int32[Array, ""],
     nope: int,
-) -> Float[Array, "t h c"]:
-    """Returns the latent queries: each head's first `nope` components times its w_uk.
+    interleaved: bool,
+) -> tuple[Float[Array, "t h c"], Float[Array, "t h r"]]:
+    """Returns q_latent, each head's first `nope` components times its w_uk, and q_pe, rotated.
 
     Formula 13 of absorbed MLA (DeepSeek-V2, section 2.1).
 
     Args:
       kv_b: w_uk in the first `nope` rows of each head, w_uv in the others.
+      interleaved: as in `norm.reference.rotate`.
     """
     w_uk = kv_b[layer, :, :nope].astype(query.dtype)
-    return contract("thn,hnc->thc", query[..., :nope], w_uk).astype(query.dtype)
+    q_latent = contract("thn,hnc->thc", query[..., :nope], w_uk).astype(query.dtype)
+    return q_latent, rotate_heads(query, cos, sin, interleaved=interleaved)
 
 
 def values(

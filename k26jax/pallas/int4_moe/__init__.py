@@ -3,11 +3,12 @@
 from k26jax.pallas.int4_moe.api import BLOCK_ROWS, expert_columns, experts
 from k26jax.pallas.int4_moe.kernel import experts as tiled_experts
 from k26jax.pallas.int4_moe.layout import TiledExperts, Tiles, arrange
-from k26jax.pallas.int4_moe.reference import ExpertWeights
+from k26jax.pallas.int4_moe.reference import ExpertWeights, Shared
 
 __all__ = [
     "BLOCK_ROWS",
     "ExpertWeights",
+    "Shared",
     "TiledExperts",
     "Tiles",
     "arrange",

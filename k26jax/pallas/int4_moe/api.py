@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from k26jax.pallas.dispatch import select
 from k26jax.pallas.int4_moe import reference
@@ -21,17 +23,29 @@ def expert_columns() -> int:
 
 
 def experts(
-    *args: Any, kernels: str = "auto", differentiable: bool = False, **kwargs: Any
+    x: jax.Array,
+    *args: Any,
+    layer: int,
+    shared: reference.Shared | None = None,
+    dtype: DTypeLike = jnp.float32,
+    kernels: str = "auto",
+    differentiable: bool = False,
 ) -> jax.Array:
     """Returns the weighted sum of the chosen experts; arguments as in `reference.experts`.
 
     Canonical weights; `arrange` and `tiled_experts` are the kernel's way.
 
     Args:
+      shared: the shared expert, added last.
+      dtype: of the result.
       differentiable: run every expert on every row, for training and as the plainest reference.
 
     Raises: KernelError if `kernels` names an implementation that does not exist.
     """
     if differentiable:
-        return reference.dense(*args, **kwargs)
-    return select("int4_moe", IMPLEMENTATIONS, kernels)(*args, **kwargs)
+        routed = reference.dense(x, *args, layer=layer)
+    else:
+        routed = select("int4_moe", IMPLEMENTATIONS, kernels)(x, *args, layer=layer)
+    if shared is not None:
+        routed = reference.add_shared(routed, shared, layer=layer, kind=x.dtype)
+    return routed.astype(dtype)

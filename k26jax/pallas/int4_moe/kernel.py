@@ -1,8 +1,9 @@
 """Routed experts with INT4 weights, decoded in registers inside the product.
 
 The chosen (token, expert) pairs come sorted into blocks of one expert; a program multiplies one
-block by one tile of outputs. Four launches: gate and up, SwiGLU, down, combine. Each sum has one
-order, whatever the number of tokens. Source of the layout: `layout`.
+block by one tile of outputs. Four launches: gate and up, SwiGLU, down, combine; the last two steps
+of the shared expert go along with SwiGLU and combine. Each sum has one order, whatever the number
+of tokens. Source of the layout: `layout`.
 """
 
 import functools
@@ -13,19 +14,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from k26jax.pallas.gpu import Tile, architecture, launch, layer_operand
+from k26jax.pallas.int4_moe.between import activate, combine
 from k26jax.pallas.int4_moe.layout import DEPTH, PLANES, TiledExperts, Tiles
-from k26jax.pallas.int4_moe.reference import GROUP_SIZE
+from k26jax.pallas.int4_moe.reference import GROUP_SIZE, Shared
 from k26jax.pallas.router.reference import Blocks
 from k26jax.pallas.tiles import tile
 
 SHORT_STEPS = 4
-_CHUNK = 1024
 
 
-@functools.partial(jax.jit, static_argnames=("inner",))
+@functools.partial(jax.jit, static_argnames=("inner", "dtype"))
 def experts(
     x: Float[Array, "t d"],
     topk_ids: Int32[Array, "t k"],
@@ -35,13 +37,17 @@ def experts(
     *,
     layer: int | Int32[Array, ""],
     inner: int,
-) -> Float32[Array, "t d"]:
+    shared: Shared | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "t d"]:
     """Returns sum over k of topk_weights * expert(x), added in the order of k.
 
     Args:
       topk_ids: an id outside the experts takes no part.
       blocks: the pairs by expert, in blocks of at most `tile("int4_moe_up").rows`.
       inner: width of one expert.
+      shared: the shared expert, added last.
+      dtype: of the result.
 
     Cost: the bytes of the experts that were chosen, once a block of rows.
     Reference: `reference.experts`.
@@ -49,9 +55,11 @@ def experts(
     n_experts = weights.down.words.shape[1]
     top_k = topk_ids.shape[1]
     gate_up = product(x, weights.gate_up, blocks, "int4_moe_up", layer=layer, top_k=top_k)
-    hidden = activate(gate_up, topk_weights.reshape(-1), inner=inner, dtype=x.dtype)
+    hidden, *rest = activate(gate_up, topk_weights.reshape(-1), shared, inner=inner, dtype=x.dtype)
     out = product(hidden, weights.down, blocks, "int4_moe_down", layer=layer, top_k=1)
-    return combine(out, topk_ids, n_experts=n_experts, width=x.shape[1])
+    down = None if shared is None else (rest[0], shared.down)
+    like = jax.ShapeDtypeStruct(x.shape, dtype)
+    return combine(out, topk_ids, down, layer=layer, n_experts=n_experts, like=like)
 
 
 def product(
@@ -229,74 +237,3 @@ def _store(
     mask = jnp.broadcast_to(is_used[:, None], total.shape)
     place = column * columns + jnp.arange(columns)
     plt.store(out.at[split, pair[:, None], place[None, :]], total, mask=mask)
-
-
-def activate(
-    gate_up: Float32[Array, "split pair o"],
-    weights: Float32[Array, "pair"],
-    *,
-    inner: int,
-    dtype: Any,
-) -> Float[Array, "pair {inner}"]:
-    """Returns weight * silu(gate) * up of each pair; partial sums are added in order."""
-    pairs = gate_up.shape[1]
-
-    def kernel(gate_up, weights, out):
-        pair, column = pl.program_id(0), jnp.arange(pl.next_power_of_2(inner))
-        mask = column < inner
-
-        def total(first: int) -> jax.Array:
-            value = jnp.zeros(column.shape, jnp.float32)
-            for split in range(gate_up.shape[0]):
-                part = gate_up.at[jnp.int32(split), pair, first + column]
-                value = value + plt.load(part, mask=mask, other=0)
-            return value
-
-        gate, up = total(0), total(inner)
-        value = gate * jax.nn.sigmoid(gate) * up * weights[pair]
-        plt.store(out.at[pair, column], value.astype(out.dtype), mask=mask)
-
-    return launch(
-        kernel,
-        gate_up,
-        weights,
-        name="int4_moe_activate",
-        grid=(pairs,),
-        out_shape=jax.ShapeDtypeStruct((pairs, inner), dtype),
-        tile=tile("int4_moe_activate"),
-    )
-
-
-def combine(
-    parts: Float32[Array, "split pair o"],
-    topk_ids: Int32[Array, "t k"],
-    *,
-    n_experts: int,
-    width: int,
-) -> Float32[Array, "t {width}"]:
-    """Returns the sum over a token's experts, in order; pairs of no expert count zero."""
-    tokens, top_k = topk_ids.shape
-    size = min(_CHUNK, pl.next_power_of_2(width))
-
-    def kernel(parts, ids, out):
-        token, chunk = pl.program_id(0), pl.program_id(1)
-        column = chunk * size + jnp.arange(size)
-        inside = column < width
-        value = jnp.zeros((size,), jnp.float32)
-        for choice in range(top_k):
-            expert = ids[token, choice]
-            mask = inside & (expert >= 0) & (expert < n_experts)
-            for split in range(parts.shape[0]):
-                part = parts.at[jnp.int32(split), token * top_k + choice, column]
-                value = value + plt.load(part, mask=mask, other=0)
-        plt.store(out.at[token, column], value, mask=inside)
-
-    return launch(
-        kernel,
-        parts,
-        topk_ids,
-        name="int4_moe_combine",
-        grid=(tokens, -(-width // size)),
-        out_shape=jax.ShapeDtypeStruct((tokens, width), jnp.float32),
-        tile=tile("int4_moe_combine"),
-    )

@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from k26jax.pallas.products import contract
+from k26jax.pallas.products import contract, total
 from k26jax.pallas.router.reference import block_list
 
 GROUP_SIZE = 32
@@ -40,6 +40,18 @@ class ExpertWeights(NamedTuple):
         if self.scales is None:
             return values.astype(dtype)
         return decode_int4(values, self.scales[at], width, dtype)
+
+
+class Shared(NamedTuple):
+    """The shared expert from behind its first products on.
+
+    gate, up: its first products, [part, t, f], to be added in order.
+    down: its down projections, [l, d, f].
+    """
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
 
 
 def decode_int4(
@@ -79,6 +91,19 @@ def experts(
     """
     form = by_expert if x.shape[0] <= FEW_ROWS else grouped
     return form(x, topk_ids, topk_weights, gate, up, down, layer=layer)
+
+
+def add_shared(
+    routed: Float32[Array, "t d"], shared: Shared, *, layer: int, kind: DTypeLike
+) -> Float32[Array, "t d"]:
+    """Returns the routed experts' sum plus the shared expert's output.
+
+    Its products are rounded to `kind`, and so is what SwiGLU gives; the sum is not.
+    """
+    gate, up = (total(part).astype(kind).astype(jnp.float32) for part in shared[:2])
+    inner = (jax.nn.silu(gate) * up).astype(kind)
+    out = contract("tf,df->td", inner, shared.down[layer].astype(kind)).astype(kind)
+    return routed + out.astype(jnp.float32)
 
 
 def dense(

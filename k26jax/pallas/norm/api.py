@@ -38,14 +38,6 @@ def latent(*args: Any, kernels: str = "auto", **kwargs: Any) -> tuple[jax.Array,
     return _select("latent", kernels)(*args, **kwargs)
 
 
-def rotate_heads(*args: Any, kernels: str = "auto", **kwargs: Any) -> jax.Array:
-    """Returns q_pe rotated; arguments as in `reference.rotate_heads`.
-
-    Raises: KernelError if `kernels` names an implementation that does not exist.
-    """
-    return _select("rotate_heads", kernels)(*args, **kwargs)
-
-
 def head_norm(*args: Any, kernels: str = "auto", **kwargs: Any) -> jax.Array:
     """Returns heads normed and rotated; arguments as in `reference.head_norm`.
 

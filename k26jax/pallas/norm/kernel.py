@@ -49,7 +49,7 @@ def rms_norm(
 
 @functools.partial(jax.jit, static_argnames=("eps", "interleaved", "tile"))
 def latent(
-    compressed: Float[Array, "t c_r"],
+    compressed: Float[Array, "part t c_r"],
     gains: Float[Array, "l c"],
     cos: Float32[Array, "t r_half"],
     sin: Float32[Array, "t r_half"],
@@ -57,7 +57,7 @@ def latent(
     layer: int | Int32[Array, ""],
     eps: float,
     interleaved: bool,
-    query: Float[Array, "t q"] | None = None,
+    query: Float[Array, "part t q"] | None = None,
     query_gains: Float[Array, "l q"] | None = None,
     tile: Tile | None = None,
 ) -> tuple[jax.Array, ...]:
@@ -65,9 +65,9 @@ def latent(
 
     Reference: k26jax.pallas.norm.reference.latent.
     """
-    t, kind = compressed.shape[0], compressed.dtype
+    t, kind = compressed.shape[1], gains.dtype
     query_of = () if query is None or query_gains is None else (query_gains, query)
-    widths = (gains.shape[1], 2 * cos.shape[1], *(part.shape[1] for part in query_of[1:]))
+    widths = (gains.shape[1], 2 * cos.shape[1], *(part.shape[2] for part in query_of[1:]))
     return launch(
         functools.partial(_latent_kernel, eps=eps, interleaved=interleaved),
         layer_operand(layer),
@@ -80,33 +80,6 @@ def latent(
         grid=(t,),
         out_shape=tuple(jax.ShapeDtypeStruct((t, width), kind) for width in widths),
         tile=tile or tile_of("norm_latent"),
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("interleaved", "tile"))
-def rotate_heads(
-    query: Float[Array, "t h qk"],
-    cos: Float32[Array, "t r_half"],
-    sin: Float32[Array, "t r_half"],
-    *,
-    interleaved: bool,
-    tile: Tile | None = None,
-) -> Float[Array, "t h r"]:
-    """Returns q_pe: the last r components of each head, rotated.
-
-    Reference: k26jax.pallas.norm.reference.rotate_heads.
-    """
-    t, heads = query.shape[:2]
-    tile = tile or tile_of("norm_heads")
-    return launch(
-        functools.partial(_rotate_heads_kernel, interleaved=interleaved, tile=tile),
-        query,
-        cos,
-        sin,
-        name="norm_rotate_heads",
-        grid=(t, pl.cdiv(heads, tile.columns)),
-        out_shape=jax.ShapeDtypeStruct((t, heads, 2 * cos.shape[1]), query.dtype),
-        tile=tile,
     )
 
 
@@ -192,29 +165,25 @@ def _latent_kernel(
     row, layer = pl.program_id(0), layer_ref[0]
     *query_refs, c_kv_ref, k_pe_ref = refs if len(refs) == 2 else (*refs[:2], refs[4], *refs[2:4])
     width, half = gain_ref.shape[1], cos_ref.shape[1]
-    c_kv = _read(compressed_ref, (row,), 0, width)
+    kind = gain_ref.dtype
+    c_kv = _read_total(compressed_ref, row, 0, width).astype(kind)
     gain = _read(gain_ref, (layer,), 0, width)
-    first, second = _read_pairs(compressed_ref, (row,), width, half, interleaved)
+    apart, step = (1, 2) if interleaved else (half, 1)
+    first, second = (
+        _read_total(compressed_ref, row, width + offset, half, step)
+        .astype(kind)
+        .astype(jnp.float32)
+        for offset in (0, apart)
+    )
     cos, sin = (_read(ref, (row,), 0, half) for ref in (cos_ref, sin_ref))
     if query_refs:
         query_gain_ref, query_ref, query_out_ref = query_refs
-        rank = query_ref.shape[1]
-        query = _read(query_ref, (row,), 0, rank)
+        rank = query_ref.shape[2]
+        query = _read_total(query_ref, row, 0, rank).astype(query_gain_ref.dtype)
         query_gain = _read(query_gain_ref, (layer,), 0, rank)
         _write(query_out_ref, (row,), 0, rank, _normalize(query, query_gain, rank, eps))
     _write(c_kv_ref, (row,), 0, width, _normalize(c_kv, gain, width, eps))
     _write_rotated(k_pe_ref, (row,), first, second, cos, sin)
-
-
-def _rotate_heads_kernel(
-    query_ref, cos_ref, sin_ref, out_ref, *, interleaved: bool, tile: Tile
-) -> None:
-    half = cos_ref.shape[1]
-    row, heads = pl.program_id(0), _heads(tile)
-    at = (row, heads)
-    first, second = _read_pairs(query_ref, at, query_ref.shape[2] - 2 * half, half, interleaved)
-    cos, sin = (_read(ref, (row,), 0, half)[None, :] for ref in (cos_ref, sin_ref))
-    _write_rotated(out_ref, at, first, second, cos, sin)
 
 
 def _head_norm_kernel(
@@ -292,14 +261,13 @@ def _write(ref, at: tuple, start: int, width: int, value: jax.Array) -> None:
     plt.store(ref.at[indices], value, mask=exists)
 
 
-def _read_pairs(
-    ref, at: tuple, start: int, half: int, interleaved: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the first and the second components of the pairs, in float32."""
-    apart, step = (1, 2) if interleaved else (half, 1)
-    first = _read(ref, at, start, half, step)
-    second = _read(ref, at, start + apart, half, step)
-    return first.astype(jnp.float32), second.astype(jnp.float32)
+def _read_total(ref, row: jax.Array, start: int, width: int, step: int = 1) -> jax.Array:
+    """Returns elements of a row [part, row, element], their parts added in order, in float32."""
+    parts = (
+        _read(ref, (jnp.int32(part), row), start, width, step).astype(jnp.float32)
+        for part in range(ref.shape[0])
+    )
+    return functools.reduce(jnp.add, parts)
 
 
 def _write_rotated(ref, at: tuple, first, second, cos, sin) -> None:

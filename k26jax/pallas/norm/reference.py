@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from k26jax.pallas.products import total
+
 
 def normalize(x: Float[Array, "*rows d"], gain: Float[Array, "d"], eps: float) -> jax.Array:
     """Returns x over its root mean square, rounded to x's dtype, then times the gain."""
@@ -54,7 +56,7 @@ def rms_norm(
 
 
 def latent(
-    compressed: Float[Array, "t c_r"],
+    compressed: Float[Array, "part t c_r"],
     gains: Float[Array, "l c"],
     cos: Float32[Array, "t r_half"],
     sin: Float32[Array, "t r_half"],
@@ -62,24 +64,27 @@ def latent(
     layer: int | Int32[Array, ""],
     eps: float,
     interleaved: bool,
-    query: Float[Array, "t q"] | None = None,
+    query: Float[Array, "part t q"] | None = None,
     query_gains: Float[Array, "l q"] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns c_kv [t, c] after its norm, k_pe [t, r] rotated and, if given, the query normed.
 
-    Formulas 1 to 4 of MLA (DeepSeek-V2, section 2.1).
+    All in the gains' dtype. Formulas 1 to 4 of MLA (DeepSeek-V2, section 2.1).
 
     Args:
-      compressed: the latent and, behind it, the shared rotary key.
+      compressed: the latent and, behind it, the shared rotary key; in parts, whose sum is
+        rounded to the gains' dtype.
       gains: stack of the latent norm's gains.
       interleaved: as in `rotate`.
-      query: latent of the queries, with the stack of its norm's gains.
+      query: latent of the queries, in parts too, with the stack of its norm's gains.
     """
+    compressed = total(compressed).astype(gains.dtype)
     c_kv, k_pe = jnp.split(compressed, [gains.shape[-1]], axis=-1)
     c_kv = normalize(c_kv, gains[layer], eps)
     rows = (c_kv, rotate(k_pe, cos, sin, interleaved=interleaved))
     if query is None or query_gains is None:
         return rows
+    query = total(query).astype(query_gains.dtype)
     return (*rows, normalize(query, query_gains[layer], eps))
 
 

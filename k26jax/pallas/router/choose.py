@@ -5,6 +5,7 @@ apart: a GPU reduces an integer over a warp in one instruction. No result depend
 lies in registers, so a token's bits are the same in any tile.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -41,23 +42,33 @@ class Rule(NamedTuple):
 
 
 def choose(
-    logits_ref: Any, bias_ref: Any, first: jax.Array | int, tokens: int, rule: Rule
+    logits_ref: Any,
+    bias_ref: Any,
+    layer: jax.Array,
+    first: jax.Array | int,
+    tokens: int,
+    rule: Rule,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns topk_ids and topk_weights [tokens, rule.choices] of the tokens from `first` on.
 
     Args:
-      bias_ref: None: no selection bias.
+      logits_ref: [part, t, e], the parts to be added in order.
+      bias_ref: [l, e]; None: no selection bias.
       tokens: a power of two; those beyond the array get arbitrary experts.
     """
     lane = jnp.arange(rule.lanes)[None, :]
     row = first + jnp.arange(tokens)[:, None]
     is_expert = lane < rule.n_experts
     rows, lanes = pl.ds(first, tokens), pl.ds(0, rule.lanes)
-    inside = is_expert & (row < logits_ref.shape[0])
-    scores = _scores(plt.load(logits_ref.at[rows, lanes], mask=inside, other=0.0), is_expert, rule)
+    inside = is_expert & (row < logits_ref.shape[1])
+    logits = (
+        plt.load(logits_ref.at[jnp.int32(part), rows, lanes], mask=inside, other=0.0)
+        for part in range(logits_ref.shape[0])
+    )
+    scores = _scores(functools.reduce(jnp.add, logits), is_expert, rule)
     selected = scores
     if bias_ref is not None:
-        bias = plt.load(bias_ref.at[lanes], mask=is_expert.reshape(rule.lanes), other=0.0)
+        bias = plt.load(bias_ref.at[layer, lanes], mask=is_expert.reshape(rule.lanes), other=0.0)
         selected = scores + bias[None, :]
     keys = jnp.where(is_expert, to_key(selected), LOWEST)
     if rule.n_group > 1 and rule.topk_method != "greedy":

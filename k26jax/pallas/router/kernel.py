@@ -1,7 +1,7 @@
 """The router and the experts' work list as Pallas kernels."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float32, Int32
 
-from k26jax.pallas.gpu import Tile, launch
+from k26jax.pallas.gpu import Tile, launch, layer_operand
 from k26jax.pallas.router import reference
 from k26jax.pallas.router.blocks import MAX_PAIRS, store_blocks
 from k26jax.pallas.router.choose import Rule, choose, store_rows
@@ -22,14 +22,16 @@ _RULE = tuple(name for name in Rule._fields if name != "n_experts")
 
 @functools.partial(jax.jit, static_argnames=(*_RULE, "tile"))
 def route(
-    router_logits: Float32[Array, "t e"],
-    selection_bias: Float32[Array, "e"] | None,
+    router_logits: Float32[Array, "*part t e"],
+    selection_bias: Float32[Array, "*l e"] | None,
     *,
+    layer: int | Int32[Array, ""] = 0,
     tile: Tile | None = None,
     **rule: Any,
 ) -> tuple[Int32[Array, "t k"], Float32[Array, "t k"]]:
     """Returns the same as `reference.route`, by one program a token."""
-    return _route(router_logits, selection_bias, None, Rule(router_logits.shape[1], **rule), tile)
+    operands = _Operands.of(router_logits, selection_bias, None, layer)
+    return _route(operands, Rule(router_logits.shape[-1], **rule), tile)
 
 
 @functools.partial(jax.jit, static_argnames=("n_experts", "rows", "tile"))
@@ -63,11 +65,12 @@ def block_list(
 
 @functools.partial(jax.jit, static_argnames=("rows", *_RULE, "tile"))
 def route_and_list(
-    router_logits: Float32[Array, "t e"],
-    selection_bias: Float32[Array, "e"] | None,
+    router_logits: Float32[Array, "*part t e"],
+    selection_bias: Float32[Array, "*l e"] | None,
     valid: Bool[Array, "t"],
     *,
     rows: int,
+    layer: int | Int32[Array, ""] = 0,
     tile: Tile | None = None,
     **rule: Any,
 ) -> tuple[Int32[Array, "t k"], Float32[Array, "t k"], Blocks]:
@@ -75,34 +78,56 @@ def route_and_list(
 
     A token's choice has the same bits as in `route`.
     """
-    made = Rule(router_logits.shape[1], **rule)
-    if router_logits.shape[0] > FUSED_TOKENS:
-        topk_ids, topk_weights = _route(router_logits, selection_bias, valid, made, None)
+    made = Rule(router_logits.shape[-1], **rule)
+    operands = _Operands.of(router_logits, selection_bias, valid, layer)
+    if operands.logits.shape[1] > FUSED_TOKENS:
+        topk_ids, topk_weights = _route(operands, made, None)
         return topk_ids, topk_weights, block_list(topk_ids, made.n_experts, rows)
-    return _fused(router_logits, selection_bias, valid, made, rows, tile)
+    return _fused(operands, made, rows, tile)
 
 
-def _route(
-    router_logits: jax.Array,
-    selection_bias: jax.Array | None,
-    valid: jax.Array | None,
-    rule: Rule,
-    tile: Tile | None,
-) -> tuple[jax.Array, jax.Array]:
-    n_tokens = router_logits.shape[0]
+class _Operands(NamedTuple):
+    """What a router program reads, as arrays outside and as references inside.
+
+    logits: [part, t, e].
+    bias: [l, e]; None: no selection bias.
+    valid: [t]; None: all.
+    """
+
+    layer: Any
+    logits: Any
+    bias: Any
+    valid: Any
+
+    @classmethod
+    def of(cls, logits: jax.Array, bias: jax.Array | None, valid: Any, layer: Any) -> "_Operands":
+        if bias is not None:
+            bias = bias.reshape(-1, bias.shape[-1])
+        return cls(layer_operand(layer), logits.reshape(-1, *logits.shape[-2:]), bias, valid)
+
+    def given(self) -> tuple[Any, ...]:
+        return tuple(operand for operand in self if operand is not None)
+
+    def named(self, refs: tuple[Any, ...]) -> tuple["_Operands", list[Any]]:
+        """Returns the references of the operands, and those of the outputs."""
+        rest = list(refs)
+        return _Operands(*(None if one is None else rest.pop(0) for one in self)), rest
+
+
+def _route(operands: _Operands, rule: Rule, tile: Tile | None) -> tuple[jax.Array, jax.Array]:
+    n_tokens = operands.logits.shape[1]
 
     def kernel(*refs: Any) -> None:
-        logits_ref, bias_ref, valid_ref, ids_ref, weights_ref = _named(refs, operands)
+        on, outputs = operands.named(refs)
         token = pl.program_id(0)
-        ids, weights = choose(logits_ref, bias_ref, token, 1, rule)
-        if valid_ref is not None:
-            ids = jnp.where(valid_ref[token], ids, rule.n_experts)
-        store_rows((ids_ref, weights_ref), (ids, weights), token, rule)
+        ids, weights = choose(on.logits, on.bias, on.layer[0], token, 1, rule)
+        if on.valid is not None:
+            ids = jnp.where(on.valid[token], ids, rule.n_experts)
+        store_rows(outputs, (ids, weights), token, rule)
 
-    operands = (router_logits, selection_bias, valid)
     return launch(
         kernel,
-        *(operand for operand in operands if operand is not None),
+        *operands.given(),
         name="router",
         grid=(n_tokens,),
         out_shape=_row_shapes(n_tokens, rule),
@@ -111,25 +136,18 @@ def _route(
 
 
 def _fused(
-    router_logits: jax.Array,
-    selection_bias: jax.Array | None,
-    valid: jax.Array,
-    rule: Rule,
-    rows: int,
-    tile: Tile | None,
+    operands: _Operands, rule: Rule, rows: int, tile: Tile | None
 ) -> tuple[jax.Array, jax.Array, Blocks]:
-    n_tokens, n_experts = router_logits.shape
+    n_tokens, n_experts = operands.logits.shape[1:]
     top_k = rule.num_experts_per_tok
     n_pairs = n_tokens * top_k
 
     def kernel(*refs: Any) -> None:
-        logits_ref, bias_ref, valid_ref, *row_refs, order, expert, first, count, n = _named(
-            refs, operands
-        )
+        on, (*row_refs, order, expert, first, count, n) = operands.named(refs)
         tokens = max(pl.next_power_of_2(n_tokens), 32 // rule.choices)
-        ids, weights = choose(logits_ref, bias_ref, 0, tokens, rule)
+        ids, weights = choose(on.logits, on.bias, on.layer[0], 0, tokens, rule)
         token = jnp.arange(tokens)
-        is_valid = plt.load(valid_ref.at[pl.ds(0, tokens)], mask=token < n_tokens, other=False)
+        is_valid = plt.load(on.valid.at[pl.ds(0, tokens)], mask=token < n_tokens, other=False)
         ids = jnp.where(is_valid[:, None], ids, n_experts)
         store_rows(row_refs, (ids, weights), 0, rule)
         token, choice = token[:, None], jnp.arange(rule.choices)[None, :]
@@ -138,23 +156,15 @@ def _fused(
         blocks = order, expert, first, count, n
         store_blocks(ids.reshape(-1), pair.reshape(-1), n_pairs, n_experts, rows, blocks)
 
-    operands = (router_logits, selection_bias, valid)
     topk_ids, topk_weights, *blocks = launch(
         kernel,
-        *(operand for operand in operands if operand is not None),
+        *operands.given(),
         name="route_and_list",
         grid=(1,),
         out_shape=_row_shapes(n_tokens, rule) + _block_shapes(n_pairs, n_experts, rows),
         tile=tile or tile_of("route_and_list"),
     )
     return topk_ids, topk_weights, Blocks(*blocks)
-
-
-def _named(refs: tuple[Any, ...], operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the references with None in place of the operands that are None."""
-    rest = list(refs)
-    given = [None if operand is None else rest.pop(0) for operand in operands]
-    return (*given, *rest)
 
 
 def _row_shapes(n_tokens: int, rule: Rule) -> tuple[jax.ShapeDtypeStruct, ...]:

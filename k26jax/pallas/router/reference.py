@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
+from k26jax.pallas.products import total
+
 
 class Blocks(NamedTuple):
     """Work list of a product grouped by expert: block i is one expert on a few pairs.
@@ -27,9 +29,10 @@ class Blocks(NamedTuple):
 
 
 def route(
-    router_logits: Float32[Array, "t e"],
-    selection_bias: Float32[Array, "e"] | None,
+    router_logits: Float32[Array, "*part t e"],
+    selection_bias: Float32[Array, "*l e"] | None,
     *,
+    layer: int | Int32[Array, ""] = 0,
     num_experts_per_tok: int,
     scoring_func: str,
     topk_method: str,
@@ -41,7 +44,16 @@ def route(
     """Returns topk_ids, best first, ties to the lowest id, and topk_weights.
 
     The bias decides the choice only; the weights are the plain scores of the chosen experts.
+
+    Args:
+      router_logits: whole, or in parts to be added in order.
+      selection_bias: of this layer, or the stack of all layers.
+      layer: index into the stack.
     """
+    if router_logits.ndim == 3:
+        router_logits = total(router_logits)
+    if selection_bias is not None and selection_bias.ndim == 2:
+        selection_bias = selection_bias[layer]
     scores = (
         jax.nn.sigmoid(router_logits)
         if scoring_func == "sigmoid"
@@ -87,11 +99,12 @@ def block_list(topk_ids: Int32[Array, "t k"], n_experts: int, rows: int) -> Bloc
 
 
 def route_and_list(
-    router_logits: Float32[Array, "t e"],
-    selection_bias: Float32[Array, "e"] | None,
+    router_logits: Float32[Array, "*part t e"],
+    selection_bias: Float32[Array, "*l e"] | None,
     valid: Bool[Array, "t"],
     *,
     rows: int,
+    layer: int | Int32[Array, ""] = 0,
     num_experts_per_tok: int,
     scoring_func: str,
     topk_method: str,
@@ -104,14 +117,15 @@ def route_and_list(
 ]:
     """Returns topk_ids, topk_weights and the blocks of the valid rows.
 
-    Args:
+    Args: as in `route`, and
       valid: the topk_ids of other rows are the number of experts.
       rows: of a block.
     """
-    n_experts = router_logits.shape[1]
+    n_experts = router_logits.shape[-1]
     topk_ids, topk_weights = route(
         router_logits,
         selection_bias,
+        layer=layer,
         num_experts_per_tok=num_experts_per_tok,
         scoring_func=scoring_func,
         topk_method=topk_method,
