@@ -170,7 +170,7 @@ def _router(small: bool) -> Iterator[Row]:
 
         def call(number: int, logits: jax.Array, bias: Any, valid: Any, case=case) -> Any:
             options = {"rows": int4_moe.BLOCK_ROWS, **case.rule, **PALLAS}
-            return router.route_and_list(logits, bias, valid, **options)[1]
+            return router.route_and_list(logits, bias, valid, **options)
 
         logits = _random(2, (case.n_tokens, case.n_experts), jnp.float32)
         seconds = seconds_a_call(call, logits, (bias, valid))

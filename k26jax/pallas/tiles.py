@@ -22,7 +22,7 @@ TILES: dict[str, dict[str, Tile]] = {
     },
     "int4_moe_activate": dict.fromkeys(("sm_90", "sm_100", "sm_120"), Tile(warps=2, stages=1)),
     "int4_moe_combine": dict.fromkeys(
-        ("sm_90", "sm_100", "sm_120"), Tile(columns=64, depth=128, warps=4, stages=2)
+        ("sm_90", "sm_100", "sm_120"), Tile(columns=64, depth=256, warps=4, stages=2)
     ),
     # Products: short sums, sums in parts, few columns, many. Which one follows from the weights.
     "dense_short": {
@@ -77,7 +77,6 @@ TILES: dict[str, dict[str, Tile]] = {
     ),
     "router": dict.fromkeys(("sm_90", "sm_100", "sm_120"), Tile(warps=1, stages=1)),
     "block_list": dict.fromkeys(("sm_90", "sm_100", "sm_120"), Tile(warps=16, stages=1)),
-    "route_and_list": dict.fromkeys(("sm_90", "sm_100", "sm_120"), Tile(warps=16, stages=1)),
     # One token a program; norm_heads: heads of one program.
     "norm": {
         "sm_90": Tile(rows=1, warps=8),

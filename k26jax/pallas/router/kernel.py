@@ -16,7 +16,6 @@ from k26jax.pallas.router.choose import Rule, choose, store_rows
 from k26jax.pallas.router.reference import Blocks, most_blocks
 from k26jax.pallas.tiles import tile as tile_of
 
-FUSED_TOKENS = 16
 _RULE = tuple(name for name in Rule._fields if name != "n_experts")
 
 
@@ -74,16 +73,14 @@ def route_and_list(
     tile: Tile | None = None,
     **rule: Any,
 ) -> tuple[Int32[Array, "t k"], Float32[Array, "t k"], Blocks]:
-    """Returns the same as `reference.route_and_list`; in one program, up to 16 tokens.
+    """Returns the same as `reference.route_and_list`, in two launches.
 
-    A token's choice has the same bits as in `route`.
+    In one they are slower: its one program chooses for all tokens.
     """
     made = Rule(router_logits.shape[-1], **rule)
     operands = _Operands.of(router_logits, selection_bias, valid, layer)
-    if operands.logits.shape[1] > FUSED_TOKENS:
-        topk_ids, topk_weights = _route(operands, made, None)
-        return topk_ids, topk_weights, block_list(topk_ids, made.n_experts, rows)
-    return _fused(operands, made, rows, tile)
+    topk_ids, topk_weights = _route(operands, made, tile)
+    return topk_ids, topk_weights, block_list(topk_ids, made.n_experts, rows)
 
 
 class _Operands(NamedTuple):
@@ -133,38 +130,6 @@ def _route(operands: _Operands, rule: Rule, tile: Tile | None) -> tuple[jax.Arra
         out_shape=_row_shapes(n_tokens, rule),
         tile=tile or tile_of("router"),
     )
-
-
-def _fused(
-    operands: _Operands, rule: Rule, rows: int, tile: Tile | None
-) -> tuple[jax.Array, jax.Array, Blocks]:
-    n_tokens, n_experts = operands.logits.shape[1:]
-    top_k = rule.num_experts_per_tok
-    n_pairs = n_tokens * top_k
-
-    def kernel(*refs: Any) -> None:
-        on, (*row_refs, order, expert, first, count, n) = operands.named(refs)
-        tokens = max(pl.next_power_of_2(n_tokens), 32 // rule.choices)
-        ids, weights = choose(on.logits, on.bias, on.layer[0], 0, tokens, rule)
-        token = jnp.arange(tokens)
-        is_valid = plt.load(on.valid.at[pl.ds(0, tokens)], mask=token < n_tokens, other=False)
-        ids = jnp.where(is_valid[:, None], ids, n_experts)
-        store_rows(row_refs, (ids, weights), 0, rule)
-        token, choice = token[:, None], jnp.arange(rule.choices)[None, :]
-        pair = token * top_k + choice
-        ids = jnp.where((token < n_tokens) & (choice < top_k), ids, n_experts + 1)
-        blocks = order, expert, first, count, n
-        store_blocks(ids.reshape(-1), pair.reshape(-1), n_pairs, n_experts, rows, blocks)
-
-    topk_ids, topk_weights, *blocks = launch(
-        kernel,
-        *operands.given(),
-        name="route_and_list",
-        grid=(1,),
-        out_shape=_row_shapes(n_tokens, rule) + _block_shapes(n_pairs, n_experts, rows),
-        tile=tile or tile_of("route_and_list"),
-    )
-    return topk_ids, topk_weights, Blocks(*blocks)
 
 
 def _row_shapes(n_tokens: int, rule: Rule) -> tuple[jax.ShapeDtypeStruct, ...]:
