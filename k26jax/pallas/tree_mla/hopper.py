@@ -25,6 +25,8 @@ plgpu: Any = mosaic_gpu
 
 _MASKED = -1e30
 _CONSUMERS = 2
+# Columns of a key block that are rewritten at once; more need more registers than there are.
+_WRITTEN = 64
 # Of 504 a thread for three warp groups; the accumulator alone takes 128.
 _REGISTERS = {"consumer": 232, "producer": 40}
 
@@ -35,8 +37,9 @@ class Operands(NamedTuple):
     """References of `attend` in their order: what it reads, then the partials it writes.
 
     table: pages of each sequence; its slot where there is no page table.
-    last: the last position that each tree row sees.
-    mixed_c_kv, mixed_k_pe: blocks of each tree row that hold tree rows; see `staging`.
+    last: the last position that each tree row sees; the lengths where each has one tree row.
+    tree_c_kv, tree_k_pe: each tree row's mixed blocks (see `staging`); where there is one tree row,
+      that row.
     """
 
     layer: Any
@@ -47,8 +50,8 @@ class Operands(NamedTuple):
     q_pe: Any
     cache_c_kv: Any
     cache_k_pe: Any
-    mixed_c_kv: Any
-    mixed_k_pe: Any
+    tree_c_kv: Any
+    tree_k_pe: Any
     highest: Any
     total: Any
     weighted: Any
@@ -58,20 +61,25 @@ class Operands(NamedTuple):
 class _Memory:
     """A program's shared memory and barriers.
 
+    row_c_kv, row_k_pe: the tree row, where there is one.
     ring: key blocks, latent and rotary; later the weighted latents, in the same place.
-    query_ready: both queries are there.
+    query_ready: the queries and the tree row are there.
     ready, free: a stage of the ring is filled; both consumers have read it.
+    written: both consumers have put the tree row into its block.
     done: both consumers have read all of the ring.
     """
 
     q_latent: Any
     q_pe: Any
+    row_c_kv: Any
+    row_k_pe: Any
     ring: Any
     highest: Any
     total: Any
     query_ready: Any
     ready: Any
     free: Any
+    written: Any
     done: Any
 
 
@@ -79,7 +87,15 @@ def partials(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, ...]:
     """Returns highest score, total weight [b, split, row] and weighted latents [.., c] in float32.
 
     Splits that a row does not see hold anything.
+
+    Args:
+      operands: as in `Operands`, without the results.
     """
+    on = Operands(*operands, None, None, None)
+    if shape.tokens == 1:
+        # A load takes at most 256 elements of an axis.
+        halves = on.tree_c_kv.reshape(shape.batch, _CONSUMERS, -1)
+        on = on._replace(tree_c_kv=halves, tree_k_pe=on.tree_k_pe.reshape(shape.batch, -1))
     kernel = plgpu.kernel(
         functools.partial(attend, shape=shape),
         out_type=[
@@ -90,12 +106,12 @@ def partials(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, ...]:
         grid_names=("program",),
         num_threads=_CONSUMERS + 1,
         thread_name="group",
-        scratch_types=_scratch(shape, operands[Operands._fields.index("q_pe")].shape[-1]),
+        scratch_types=_scratch(shape, on.q_pe.shape[-1]),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if architecture() is None else None,
         kernel_name="tree_mla_hopper",
     )
-    return tuple(kernel(*operands))
+    return tuple(kernel(*on[:-3]))
 
 
 def _scratch(shape: Shape, rope: int) -> dict[str, Any]:
@@ -108,13 +124,16 @@ def _scratch(shape: Shape, rope: int) -> dict[str, Any]:
     return {
         "q_latent": narrow((rows, shape.latent)),
         "q_pe": narrow((rows, rope)),
+        "row_c_kv": plgpu.SMEM((_CONSUMERS, shape.latent // _CONSUMERS), jnp.bfloat16),
+        "row_k_pe": plgpu.SMEM((rope,), jnp.bfloat16),
         "ring": ring,
         "highest": plgpu.SMEM((rows,), jnp.float32),
         "total": plgpu.SMEM((rows,), jnp.float32),
-        # Two copies arrive at each.
-        "query_ready": plgpu.Barrier(num_arrivals=2),
+        # Copies arrive at these two.
+        "query_ready": plgpu.Barrier(num_arrivals=4 if shape.tokens == 1 else 2),
         "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+        "written": plgpu.Barrier(num_arrivals=_CONSUMERS),
         "done": plgpu.Barrier(num_arrivals=_CONSUMERS),
     }
 
@@ -133,7 +152,7 @@ def attend(*refs: Any, shape: Shape, **scratch: Any) -> None:
     job = job_of(
         lax.axis_index("program"),
         on.lengths,
-        lambda sequence, token: on.last[sequence, token],
+        lambda sequence, token: on.last[(sequence, token) if shape.tokens > 1 else sequence],
         shape,
     )
     group = lax.axis_index("group")
@@ -157,6 +176,12 @@ def _fetch(on: Operands, memory: _Memory, job: Job, shape: Shape) -> None:
     rows = pl.ds(job.first_row, shape.tile.rows)
     for source, target in ((on.q_latent, memory.q_latent), (on.q_pe, memory.q_pe)):
         plgpu.copy_gmem_to_smem(source.at[job.sequence, rows], target, memory.query_ready)
+    if shape.tokens == 1:
+        for source, target in (
+            (on.tree_c_kv, memory.row_c_kv),
+            (on.tree_k_pe, memory.row_k_pe),
+        ):
+            plgpu.copy_gmem_to_smem(source.at[job.sequence], target, memory.query_ready)
     n_cached = job.n_cached(keys)
     first_mixed = lax.div(job.length, keys) * keys
     layer = on.layer[0]
@@ -177,15 +202,17 @@ def _fetch(on: Operands, memory: _Memory, job: Job, shape: Shape) -> None:
             for source, target in ((c_kv_source, c_kv), (k_pe_source, k_pe)):
                 plgpu.copy_gmem_to_smem(source, target.at[stage], memory.ready.at[stage])
 
-        @pl.when(block < n_cached)
+        @pl.when((block < n_cached) | (shape.tokens == 1))
         def _() -> None:
             at = layer, slot, pl.ds(place, keys)
             load(on.cache_c_kv.at[at], on.cache_k_pe.at[at])
 
-        @pl.when(block >= n_cached)
-        def _() -> None:
-            at = job.sequence, job.token, pl.ds(start - first_mixed, keys)
-            load(on.mixed_c_kv.at[at], on.mixed_k_pe.at[at])
+        if shape.tokens > 1:
+
+            @pl.when(block >= n_cached)
+            def _() -> None:
+                at = job.sequence, job.token, pl.ds(start - first_mixed, keys)
+                load(on.tree_c_kv.at[at], on.tree_k_pe.at[at])
 
     lax.fori_loop(0, job.n_blocks(keys), fetch, None)
 
@@ -195,12 +222,18 @@ def _softmax(memory: _Memory, job: Job, shape: Shape, group: jax.Array) -> State
     rows, keys, stages = shape.tile.rows, shape.tile.columns, shape.tile.stages
     half = shape.latent // _CONSUMERS
     c_kv, k_pe = memory.ring[0]
+    n_cached = job.n_cached(keys)
     plgpu.barrier_wait(memory.query_ready)
 
     def absorb(block: jax.Array, state: State) -> State:
         highest, total, weighted = state
         stage = lax.rem(block, stages)
         plgpu.barrier_wait(memory.ready.at[stage])
+        if shape.tokens == 1:
+
+            @pl.when(block >= n_cached)
+            def _() -> None:
+                _write_tree_row(memory, job, shape, group, stage)
 
         def score(scores: Any) -> jax.Array:
             plgpu.wgmma(scores, memory.q_latent, c_kv.at[stage].transpose((1, 0)))
@@ -229,6 +262,33 @@ def _softmax(memory: _Memory, job: Job, shape: Shape, group: jax.Array) -> State
         plgpu.layout_cast(jnp.zeros((rows, half), jnp.float32), plgpu.Layout.WGMMA),
     )
     return lax.fori_loop(0, job.n_blocks(keys), absorb, start)
+
+
+def _write_tree_row(
+    memory: _Memory, job: Job, shape: Shape, group: jax.Array, stage: jax.Array
+) -> None:
+    """Puts the one tree row at its place behind the cached rows, and zeros behind it."""
+    keys, half = shape.tile.columns, shape.latent // _CONSUMERS
+    c_kv, k_pe = memory.ring[0]
+    place = job.length - lax.div(job.length, keys) * keys
+
+    def write(block: Any, row: Any) -> None:
+        held = plgpu.load(block, layout=plgpu.Layout.WGMMA)
+        new = plgpu.load(row, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        at = plgpu.broadcasted_iota(jnp.int32, held.shape, 0, layout=plgpu.Layout.WGMMA)
+        new = jnp.where(at == place, lax.broadcast_in_dim(new, held.shape, [1]), 0)
+        block[...] = jnp.where(at < place, held, new)
+
+    def write_part(part: jax.Array, _: None) -> None:
+        columns = pl.ds(group * half + part * _WRITTEN, _WRITTEN)
+        row = memory.row_c_kv.at[group, pl.ds(part * _WRITTEN, _WRITTEN)]
+        write(c_kv.at[stage, :, columns], row)
+
+    lax.fori_loop(0, half // _WRITTEN, write_part, None)
+    pl.when(group == 0)(lambda: write(k_pe.at[stage], memory.row_k_pe))
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(memory.written)
+    plgpu.barrier_wait(memory.written)
 
 
 def _gather(weighted: jax.Array, weights: jax.Array, latents: Any) -> jax.Array:

@@ -128,8 +128,10 @@ def _partials_on_hopper(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, 
 
     layer, table, lengths, route, q_latent, q_pe, c_kv, k_pe, tree_c_kv, tree_k_pe = operands
     numbers = layer, table, lengths
-    last, *mixed = staging.staged(*numbers, route, c_kv, k_pe, tree_c_kv, tree_k_pe, shape=shape)
-    return hopper.partials(*numbers, last, q_latent, q_pe, c_kv, k_pe, *mixed, shape=shape)
+    last, *tree = lengths, tree_c_kv, tree_k_pe
+    if shape.tokens > 1:
+        last, *tree = staging.staged(*numbers, route, c_kv, k_pe, *tree, shape=shape)
+    return hopper.partials(*numbers, last, q_latent, q_pe, c_kv, k_pe, *tree, shape=shape)
 
 
 def _merged(

@@ -127,7 +127,9 @@ class Job:
 def job_of(
     program: jax.Array, lengths_ref: Any, last_of: Callable[..., jax.Array], shape: Shape
 ) -> Job:
-    """Returns a program's work: tails and long splits start first, tiles of a split together.
+    """Returns a program's work: tails and the last splits first, tiles of a split together.
+
+    Programs without work come last, or they would delay the others.
 
     Args:
       last_of: (sequence, token) -> the last position that the token sees.
@@ -140,7 +142,7 @@ def job_of(
     length = lengths_ref[sequence]
     boundary = split_of(length, shape.tiers)
     split = jnp.where(
-        is_tail, boundary + turn // shape.tokens, shape.n_splits - 1 - shared // shape.row_tiles
+        is_tail, boundary + turn // shape.tokens, boundary - 1 - shared // shape.row_tiles
     )
     tail_row = token * shape.heads + head_tile * shape.tile.rows
     last = jnp.where(is_tail, last_of(sequence, token), length - 1)
@@ -156,7 +158,7 @@ def job_of(
         begin=begin,
         end=split_start(split + 1, shape.tiers),
         last=last,
-        needed=jnp.where(is_tail, begin <= last, split < boundary),
+        needed=jnp.where(is_tail, begin <= last, split >= 0),
     )
 
 
