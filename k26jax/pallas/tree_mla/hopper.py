@@ -65,6 +65,8 @@ class _Memory:
     ring: key blocks, latent and rotary; later the weighted latents, in the same place.
     query_ready: the queries and the tree row are there.
     ready, free: a stage of the ring is filled; both consumers have read it.
+    scored: the first consumer has its scores of a stage; the second one's begin then, so that one
+      weighs while the other multiplies.
     written: both consumers have put the tree row into its block.
     done: both consumers have read all of the ring.
     """
@@ -79,6 +81,7 @@ class _Memory:
     query_ready: Any
     ready: Any
     free: Any
+    scored: Any
     written: Any
     done: Any
 
@@ -108,10 +111,15 @@ def partials(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, ...]:
         thread_name="group",
         scratch_types=_scratch(shape, on.q_pe.shape[-1]),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if architecture() is None else None,
+        interpret=_interpreter() if architecture() is None else None,
         kernel_name="tree_mla_hopper",
     )
     return tuple(kernel(*on[:-3]))
+
+
+def _interpreter() -> Any:
+    """Returns how the kernel is interpreted: looking for races, of which tests ask."""
+    return plgpu.InterpretGPUParams(detect_races=True)
 
 
 def _scratch(shape: Shape, rope: int) -> dict[str, Any]:
@@ -133,6 +141,7 @@ def _scratch(shape: Shape, rope: int) -> dict[str, Any]:
         "query_ready": plgpu.Barrier(num_arrivals=4 if shape.tokens == 1 else 2),
         "ready": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+        "scored": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         "written": plgpu.Barrier(num_arrivals=_CONSUMERS),
         "done": plgpu.Barrier(num_arrivals=_CONSUMERS),
     }
@@ -173,6 +182,8 @@ def _fetch(on: Operands, memory: _Memory, job: Job, shape: Shape) -> None:
     """Loads the queries, then one key block after the other as stages of the ring become free."""
     keys, stages = shape.tile.columns, shape.tile.stages
     c_kv, k_pe = memory.ring[0]
+    # First, so that they are there when the queries are on their way.
+    layer, own_slot = on.layer[0], on.table[job.sequence, 0]
     rows = pl.ds(job.first_row, shape.tile.rows)
     for source, target in ((on.q_latent, memory.q_latent), (on.q_pe, memory.q_pe)):
         plgpu.copy_gmem_to_smem(source.at[job.sequence, rows], target, memory.query_ready)
@@ -184,12 +195,11 @@ def _fetch(on: Operands, memory: _Memory, job: Job, shape: Shape) -> None:
             plgpu.copy_gmem_to_smem(source.at[job.sequence], target, memory.query_ready)
     n_cached = job.n_cached(keys)
     first_mixed = lax.div(job.length, keys) * keys
-    layer = on.layer[0]
 
     def fetch(block: jax.Array, _: None) -> None:
         stage = lax.rem(block, stages)
         start = job.begin + block * keys
-        slot, place = on.table[job.sequence, 0], start
+        slot, place = own_slot, start
         if shape.is_paged:
             entry = lax.div(jnp.minimum(start, jnp.maximum(job.length - 1, 0)), shape.page)
             slot, place = on.table[job.sequence, entry], start - entry * shape.page
@@ -214,7 +224,14 @@ def _fetch(on: Operands, memory: _Memory, job: Job, shape: Shape) -> None:
                 at = job.sequence, job.token, pl.ds(start - first_mixed, keys)
                 load(on.tree_c_kv.at[at], on.tree_k_pe.at[at])
 
-    lax.fori_loop(0, job.n_blocks(keys), fetch, None)
+    n_blocks = job.n_blocks(keys)
+    lax.fori_loop(0, n_blocks, fetch, None)
+
+    # The interpreter lets no barrier go whose last phase nobody has seen.
+    def drain(block: jax.Array, _: None) -> None:
+        plgpu.barrier_wait(memory.free.at[lax.rem(block, stages)])
+
+    lax.fori_loop(jnp.maximum(n_blocks - stages, 0), n_blocks, drain, None)
 
 
 def _softmax(memory: _Memory, job: Job, shape: Shape, group: jax.Array) -> State:
@@ -235,12 +252,15 @@ def _softmax(memory: _Memory, job: Job, shape: Shape, group: jax.Array) -> State
             def _() -> None:
                 _write_tree_row(memory, job, shape, group, stage)
 
+        pl.when(group == 1)(lambda: plgpu.barrier_wait(memory.scored.at[stage]))
+
         def score(scores: Any) -> jax.Array:
             plgpu.wgmma(scores, memory.q_latent, c_kv.at[stage].transpose((1, 0)))
             plgpu.wgmma(scores, memory.q_pe, k_pe.at[stage].transpose((1, 0)))
             return scores[...]
 
         scores = pl.run_scoped(score, plgpu.ACC((rows, keys), jnp.float32))
+        pl.when(group == 0)(lambda: plgpu.barrier_arrive(memory.scored.at[stage]))
         place = plgpu.broadcasted_iota(jnp.int32, (rows, keys), 1, layout=plgpu.Layout.WGMMA)
         seen = place <= job.last - (job.begin + block * keys)
         scores = jnp.where(seen, scores * (shape.scale * math.log2(math.e)), _MASKED)
@@ -295,7 +315,10 @@ def _gather(weighted: jax.Array, weights: jax.Array, latents: Any) -> jax.Array:
     """Returns weighted + weights @ latents."""
     if architecture() is None:
         # The interpreter knows no accumulator that starts with a value.
-        return weighted + jnp.dot(weights, latents[...], preferred_element_type=jnp.float32)
+        held = latents[...]
+        # Unlike a product's, this read is not done before others in the eyes of later loads.
+        plgpu.commit_smem()
+        return weighted + jnp.dot(weights, held, preferred_element_type=jnp.float32)
 
     def add(sums: Any) -> None:
         plgpu.wgmma(sums, weights, latents)

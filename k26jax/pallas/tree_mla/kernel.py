@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 from k26jax.errors import KernelError
 from k26jax.pallas.bits import paths
 from k26jax.pallas.gpu import Tile, architecture, launch, layer_operand
-from k26jax.pallas.tiles import TREE_MLA_HOPPER
+from k26jax.pallas.tiles import TREE_MLA_HOPPER, TREE_MLA_HOPPER_MERGE
 from k26jax.pallas.tiles import tile as tile_of
 from k26jax.pallas.tree_mla.programs import Shape, attend, merge, padded
 from k26jax.pallas.tree_mla.splits import HOPPER_TIERS, TIERS, Tiers, split_of
@@ -62,6 +62,7 @@ def tree_mla(
     if hopper is None:
         hopper = for_hopper(q_latent, q_pe, cache_c_kv, page_table)
     tile = tile or (TREE_MLA_HOPPER if hopper else tile_of("tree_mla"))
+    merge_tile = merge_tile or (TREE_MLA_HOPPER_MERGE if hopper else tile_of("tree_mla_merge"))
     tiers = tiers or (HOPPER_TIERS if hopper else TIERS)
     shape = _shape_of(q_latent, cache_c_kv, page_table, scale, tile, tiers)
     batch, latent = shape.batch, shape.latent
@@ -139,10 +140,9 @@ def _merged(
     lengths: jax.Array,
     route: jax.Array,
     shape: Shape,
-    tile: Tile | None,
+    tile: Tile,
 ) -> jax.Array:
     """Returns the attended latents [b, t * h, c] of the splits' partial results."""
-    tile = tile or tile_of("tree_mla_merge")
     return launch(
         functools.partial(merge, shape=shape, tile=tile),
         lengths,

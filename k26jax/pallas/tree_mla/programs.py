@@ -309,29 +309,28 @@ def merge(
     columns = part * tile.columns + jnp.arange(tile.columns)
     is_column = columns < shape.latent
 
-    def load(ref: Any, chunk: jax.Array, other: float) -> tuple[jax.Array, jax.Array]:
+    def add(chunk: jax.Array, state: State) -> State:
+        highest, total, weighted = state
         splits = chunk * tile.splits + jnp.arange(tile.splits)
-        return splits, plt.load(ref.at[sequence, splits, row], mask=splits < n_splits, other=other)
-
-    def highest_of(chunk: jax.Array, highest: jax.Array) -> jax.Array:
-        return jnp.maximum(highest, load(highest_ref, chunk, _MASKED)[1].max())
-
-    n_chunks = pl.cdiv(n_splits, tile.splits)
-    highest = lax.fori_loop(0, n_chunks, highest_of, jnp.float32(_MASKED))
-
-    def add(chunk: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        splits, share = load(highest_ref, chunk, _MASKED)
-        share = jnp.exp2(share - highest)
-        weighted = plt.load(
+        exists = splits < n_splits
+        share = plt.load(highest_ref.at[sequence, splits, row], mask=exists, other=_MASKED)
+        more = plt.load(total_ref.at[sequence, splits, row], mask=exists, other=0)
+        latents = plt.load(
             weighted_ref.at[sequence, splits[:, None], row, columns[None, :]],
-            mask=(splits < n_splits)[:, None] & is_column[None, :],
+            mask=exists[:, None] & is_column[None, :],
             other=0,
         )
-        total = jnp.sum(share * load(total_ref, chunk, 0.0)[1])
-        return state[0] + total, state[1] + jnp.sum(share[:, None] * weighted, axis=0)
+        new_highest = jnp.maximum(highest, share.max())
+        shrink, share = jnp.exp2(highest - new_highest), jnp.exp2(share - new_highest)
+        return (
+            new_highest,
+            total * shrink + jnp.sum(share * more),
+            weighted * shrink + jnp.sum(share[:, None] * latents, axis=0),
+        )
 
-    start = jnp.float32(0), jnp.zeros(tile.columns, jnp.float32)
-    total, weighted = lax.fori_loop(0, n_chunks, add, start)
+    start = jnp.float32(_MASKED), jnp.float32(0), jnp.zeros(tile.columns, jnp.float32)
+    n_chunks = pl.cdiv(n_splits, tile.splits)
+    _, total, weighted = lax.fori_loop(0, n_chunks, add, start)
     plt.store(
         out_ref.at[sequence, row, pl.ds(part * tile.columns, tile.columns)],
         weighted / total,

@@ -38,7 +38,7 @@ def staged(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array, ja
             jax.ShapeDtypeStruct(lead, jnp.int32),
             *(jax.ShapeDtypeStruct((*lead, keys, x.shape[-1]), x.dtype) for x in (c_kv, k_pe)),
         ],
-        tile=Tile(warps=4, stages=1),
+        tile=Tile(warps=8, stages=1),
     )
     return last, mixed_c_kv, mixed_k_pe
 
