@@ -89,22 +89,23 @@ class _Memory:
 def partials(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, ...]:
     """Returns highest score, total weight [b, split, row] and weighted latents [.., c] in float32.
 
-    Splits that a row does not see hold anything.
+    Splits that a row does not see hold anything, and so do rows past the last one.
 
     Args:
       operands: as in `Operands`, without the results.
     """
-    on = Operands(*operands, None, None, None)
+    on = Operands._make((*operands, None, None, None))
     if shape.tokens == 1:
         # A load takes at most 256 elements of an axis.
         halves = on.tree_c_kv.reshape(shape.batch, _CONSUMERS, -1)
         on = on._replace(tree_c_kv=halves, tree_k_pe=on.tree_k_pe.reshape(shape.batch, -1))
+    splits = shape.batch, shape.n_splits
+    # Stores of plain runs of numbers are not cut off at the end of an axis: whole tiles of rows.
+    whole = shape.row_tiles * shape.tile.rows
+    rows = (whole,), (whole,), (shape.rows, shape.latent)
     kernel = plgpu.kernel(
         functools.partial(attend, shape=shape),
-        out_type=[
-            jax.ShapeDtypeStruct((shape.batch, shape.n_splits, shape.rows, *width), jnp.float32)
-            for width in ((), (), (shape.latent,))
-        ],
+        out_type=[jax.ShapeDtypeStruct((*splits, *of_row), jnp.float32) for of_row in rows],
         grid=(shape.programs,),
         grid_names=("program",),
         num_threads=_CONSUMERS + 1,
@@ -329,7 +330,7 @@ def _gather(weighted: jax.Array, weights: jax.Array, latents: Any) -> jax.Array:
 def _store(
     on: Operands, memory: _Memory, job: Job, shape: Shape, group: jax.Array, state: State
 ) -> None:
-    """Writes the partial result of this program's rows; rows past the last are cut off."""
+    """Writes the partial result of this program's rows."""
     half = shape.latent // _CONSUMERS
     gathered = memory.ring[1]
     plgpu.barrier_arrive(memory.done)
