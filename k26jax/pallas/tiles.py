@@ -104,6 +104,10 @@ TILES: dict[str, dict[str, Tile]] = {
     "tree_build": dict.fromkeys(("sm_90", "sm_100", "sm_120"), Tile(warps=1, stages=1)),
 }
 
+# Of the kernel that runs on sm_90 alone, stages being those of its ring of key blocks; its merge.
+TREE_MLA_HOPPER = Tile(rows=64, columns=64, stages=2)
+TREE_MLA_HOPPER_MERGE = Tile(columns=32, splits=64, warps=4, stages=2)
+
 
 def tile(kernel: str) -> Tile:
     """Returns the tile of a kernel on the GPU in context; interpreted ones take sm_90's."""

@@ -9,127 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fixtures.quick import quick_jit
+from fixtures.tree_mla import LAYER, SCALE, Problem, random_tree, words_of
 
 from k26jax.errors import KernelError
 from k26jax.pallas.bits import pack_bits, paths
-from k26jax.pallas.gpu import Tile
-from k26jax.pallas.tree_mla import kernel, reference, tree_mla
+from k26jax.pallas.tree_mla import tree_mla
 from k26jax.pallas.tree_mla.cases import SMALL_CASES
-from k26jax.pallas.tree_mla.splits import TIERS, split_of, split_start
+from k26jax.pallas.tree_mla.splits import HOPPER_TIERS, TIERS, split_of, split_start
 
-LAYER, SCALE = 1, 0.31
-TILE = Tile(rows=16, columns=16)
-MERGE_TILE = Tile(columns=16, splits=2)
-SMALL_TIERS = ((32, 2), (64, 2), (96, 1 << 20))
-# Boundaries of these splits: 32, 64, 128, 192, 288.
+# Boundaries of the splits: 32, 64, 128, 192, 288.
 LENGTHS = (0, 17, 64, 100, 191)
-
-
-@functools.cache
-def _program(which: str):
-    options = {} if which == "reference" else {"tile": TILE, "merge_tile": MERGE_TILE}
-    if which == "pallas":
-        options["tiers"] = SMALL_TIERS
-    operation = {"reference": reference.tree_mla}.get(which, kernel.tree_mla)
-    return quick_jit(functools.partial(operation, layer=LAYER, scale=SCALE, **options))
-
-
-def _words(seen: np.ndarray) -> np.ndarray:
-    padded = np.pad(seen, [(0, 0), (0, 0), (0, -seen.shape[-1] % 32)])
-    return np.packbits(padded, axis=-1, bitorder="little").view("<u4")
-
-
-def random_tree(rng: np.random.Generator, rows: int, depth: int) -> np.ndarray:
-    """bool [rows, rows]: ancestors and self; the first `depth` rows are a chain."""
-    seen = np.eye(rows, dtype=bool)
-    for row in range(1, rows):
-        seen[row] |= seen[row - 1 if row < depth else rng.integers(row)]
-    return seen
-
-
-class Problem:
-    """Arguments of one call; cache rows out of use hold NaN, as do the other layer's."""
-
-    def __init__(self, case, dtype="float32", seed=0, depth=0):
-        _, rows, heads, lengths, capacity, latent, rope, _ = case
-        rng = np.random.default_rng(seed)
-        batch = len(lengths)
-        draw = lambda *shape: np.asarray(rng.standard_normal(shape), jnp.dtype(dtype))  # noqa: E731
-        self.q_latent, self.q_pe = draw(batch, rows, heads, latent), draw(batch, rows, heads, rope)
-        self.tree_c_kv, self.tree_k_pe = draw(batch, rows, latent), draw(batch, rows, rope)
-        self.c_kv, self.k_pe = draw(2, batch, capacity, latent), draw(2, batch, capacity, rope)
-        self.slots = rng.permutation(batch).astype(np.int32)
-        self.lengths = np.array(lengths, np.int32)
-        for cache in (self.c_kv, self.k_pe):
-            cache[1 - LAYER] = np.nan
-            for slot, length in zip(self.slots, lengths, strict=True):
-                cache[:, slot, length:] = np.nan
-        self.seen = np.stack([random_tree(rng, rows, depth) for _ in lengths])
-        self.page_table = None
-
-    def run(self, which: str = "pallas") -> np.ndarray:
-        paged = {} if self.page_table is None else {"page_table": self.page_table}
-        return np.asarray(
-            _program(which)(
-                self.q_latent,
-                self.q_pe,
-                self.c_kv,
-                self.k_pe,
-                self.tree_c_kv,
-                self.tree_k_pe,
-                slots=self.slots,
-                lengths=self.lengths,
-                ancestors=_words(self.seen),
-                **paged,
-            )
-        )
-
-    def changed(self, **fields) -> "Problem":
-        """A copy with other fields."""
-        other = object.__new__(Problem)
-        other.__dict__.update(self.__dict__ | fields)
-        return other
-
-    def plain(self, rows: list[int]) -> "Problem":
-        """Tree rows as the only row of a call each, their ancestors committed to the cache."""
-        each = np.repeat(np.arange(len(self.lengths)), len(rows))
-        row = np.tile(rows, len(self.lengths))
-        names = ("q_latent", "q_pe", "tree_c_kv", "tree_k_pe")
-        other = self.changed(
-            **{name: getattr(self, name)[each, row][:, None] for name in names},
-            c_kv=self.c_kv[:, self.slots[each]],
-            k_pe=self.k_pe[:, self.slots[each]],
-            slots=np.arange(len(each), dtype=np.int32),
-            seen=np.ones((len(each), 1, 1), bool),
-            lengths=self.lengths[each],
-        )
-        for index, (b, t) in enumerate(zip(each, row, strict=True)):
-            ancestors = np.flatnonzero(self.seen[b, t])[:-1]
-            place = slice(self.lengths[b], self.lengths[b] + len(ancestors))
-            other.c_kv[LAYER, index, place] = self.tree_c_kv[b, ancestors]
-            other.k_pe[LAYER, index, place] = self.tree_k_pe[b, ancestors]
-            other.lengths[index] += len(ancestors)
-        return other
-
-    def in_pages(self, size: int) -> "Problem":
-        """The same in pages that lie anywhere; nobody's pages hold NaN."""
-        other = self.changed()
-        batch, capacity = self.c_kv.shape[1:3]
-        n_pages = capacity // size
-        order = np.random.default_rng(1).permutation(batch * n_pages) + 1
-        other.page_table = order.reshape(batch, n_pages).astype(np.int32)
-        for name in ("c_kv", "k_pe"):
-            cache = getattr(self, name)
-            pages = np.full((2, batch * n_pages + 2, size, cache.shape[-1]), np.nan, cache.dtype)
-            split = cache[:, self.slots].reshape(2, batch, n_pages, size, -1)
-            pages[:, other.page_table] = split
-            setattr(other, name, pages)
-        used = -(-self.lengths // size)[:, None]
-        other.page_table[np.arange(n_pages) >= used] = 1 << 29
-        other.slots = np.full(batch, 1 << 29, np.int32)
-        return other
-
-
 CROSSING = SMALL_CASES[0]._replace(rows=40, lengths=LENGTHS, capacity=240)
 
 
@@ -158,7 +47,7 @@ def test_table_tiles_and_splits():
             *(problem.tree_c_kv, problem.tree_k_pe),
             slots=problem.slots,
             lengths=problem.lengths,
-            ancestors=_words(problem.seen),
+            ancestors=words_of(problem.seen),
         )
     )
     np.testing.assert_allclose(found, problem.run("reference"), rtol=0, atol=3e-6)
@@ -222,21 +111,22 @@ def test_tree_rows_out_of_sight_may_be_nan():
     assert np.isnan(again[:, leaf]).all()
 
 
-def test_splits():
+@pytest.mark.parametrize(("tiers", "n_splits"), [(TIERS, 256), (HOPPER_TIERS, 400)])
+def test_splits(tiers, n_splits):
     """Every position lies in the split that says so, and blocks never straddle two."""
     position = np.arange(300_000)
-    split = split_of(position, TIERS, np)
+    split = split_of(position, tiers, np)
     assert split[0] == 0
     assert set(np.diff(split)) == {0, 1}
-    start = split_start(split, TIERS, np)
+    start = split_start(split, tiers, np)
     assert (start <= position).all()
-    assert (position < split_start(split + 1, TIERS, np)).all()
+    assert (position < split_start(split + 1, tiers, np)).all()
     assert (start % 64 == 0).all()
     np.testing.assert_array_equal(np.flatnonzero(np.diff(split)) + 1, np.unique(start)[1:])
-    assert split[262_143] == 255
+    assert split[262_143] == n_splits - 1
     for number in (0, 8191, 8192, 262_143):
-        assert int(split_of(jnp.int32(number))) == split[number]
-        assert int(split_start(jnp.int32(split[number]))) == start[number]
+        assert int(split_of(jnp.int32(number), tiers)) == split[number]
+        assert int(split_start(jnp.int32(split[number]), tiers)) == start[number]
 
 
 @pytest.mark.parametrize("rows", [1, 33, 255])

@@ -19,13 +19,14 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from k26jax.errors import KernelError
 from k26jax.pallas.bits import paths
-from k26jax.pallas.gpu import Tile, launch, layer_operand
+from k26jax.pallas.gpu import Tile, architecture, launch, layer_operand
+from k26jax.pallas.tiles import TREE_MLA_HOPPER, TREE_MLA_HOPPER_MERGE
 from k26jax.pallas.tiles import tile as tile_of
 from k26jax.pallas.tree_mla.programs import Shape, attend, merge, padded
-from k26jax.pallas.tree_mla.splits import TIERS, Tiers, split_of
+from k26jax.pallas.tree_mla.splits import HOPPER_TIERS, TIERS, Tiers, split_of
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "tile", "merge_tile", "tiers"))
+@functools.partial(jax.jit, static_argnames=("scale", "tile", "merge_tile", "tiers", "hopper"))
 def tree_mla(
     q_latent: Float[Array, "b t h c"],
     q_pe: Float[Array, "b t h r"],
@@ -42,7 +43,8 @@ def tree_mla(
     page_table: Int32[Array, "b pages"] | None = None,
     tile: Tile | None = None,
     merge_tile: Tile | None = None,
-    tiers: Tiers = TIERS,
+    tiers: Tiers | None = None,
+    hopper: bool | None = None,
 ) -> Float32[Array, "b t h c"]:
     """Returns each row's attended latent; arguments as in `reference.tree_mla`.
 
@@ -50,13 +52,19 @@ def tree_mla(
       tile: rows (of all heads) and keys of one product; the table's without.
       merge_tile: splits and latent columns that the merge takes at once; the table's without.
       tiers: the partition of positions; another one gives other bits.
+      hopper: whether the kernel for Hopper runs; without, where `for_hopper` says so.
 
     Raises: KernelError for pages that are no whole number of key blocks.
 
     Cost: a float32 latent for each row and split that the capacity reaches. 64 rows of 8 heads:
     67 MB at a capacity of 8k, 134 MB at 32k, 201 MB at 128k, 270 MB at 256k.
     """
-    shape = _shape_of(q_latent, cache_c_kv, page_table, scale, tile or tile_of("tree_mla"), tiers)
+    if hopper is None:
+        hopper = for_hopper(q_latent, q_pe, cache_c_kv, page_table)
+    tile = tile or (TREE_MLA_HOPPER if hopper else tile_of("tree_mla"))
+    merge_tile = merge_tile or (TREE_MLA_HOPPER_MERGE if hopper else tile_of("tree_mla_merge"))
+    tiers = tiers or (HOPPER_TIERS if hopper else TIERS)
+    shape = _shape_of(q_latent, cache_c_kv, page_table, scale, tile, tiers)
     batch, latent = shape.batch, shape.latent
     # A sequence's slot is its one page.
     table = slots[:, None] if page_table is None else page_table
@@ -73,18 +81,58 @@ def tree_mla(
         tree_c_kv,
         tree_k_pe,
     )
-    partials = launch(
+    attend_with = _partials_on_hopper if hopper else _partials
+    partials = attend_with(*operands, shape=shape)
+    return _merged(partials, lengths, route, shape, merge_tile).reshape(q_latent.shape)
+
+
+def for_hopper(
+    q_latent: jax.Array, q_pe: jax.Array, cache: jax.Array, page_table: jax.Array | None
+) -> bool:
+    """Returns whether the kernel for Hopper takes these shapes; the number of tokens is no matter.
+
+    It is written for K2.6's sizes in bfloat16; its loads take rows eight at a time, and key blocks
+    that lie in one page.
+    """
+    return (
+        architecture() == "sm_90"
+        and {q_latent.dtype, q_pe.dtype, cache.dtype} == {jnp.dtype("bfloat16")}
+        and (q_latent.shape[-1], q_pe.shape[-1]) == (512, 64)
+        and q_latent.shape[2] in (8, 16, 32, 64, 128)
+        and cache.shape[2] % (8 if page_table is None else TREE_MLA_HOPPER.columns) == 0
+    )
+
+
+def _partials(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, ...]:
+    """Returns highest score, total weight [b, split, row] and weighted latents [.., c]."""
+    tile = shape.tile
+    if shape.is_paged:
+        # Half of the stages go to looking pages up; see `attend`.
+        tile = replace(tile, stages=2 * tile.stages - 1)
+    return launch(
         functools.partial(attend, shape=shape),
         *operands,
         name="tree_mla",
         grid=(shape.programs,),
         out_shape=[
-            jax.ShapeDtypeStruct((batch, shape.n_splits, shape.rows, *width), jnp.float32)
-            for width in ((), (), (latent,))
+            jax.ShapeDtypeStruct((shape.batch, shape.n_splits, shape.rows, *width), jnp.float32)
+            for width in ((), (), (shape.latent,))
         ],
-        tile=shape.tile,
+        tile=tile,
     )
-    return _merged(partials, lengths, route, shape, merge_tile).reshape(q_latent.shape)
+
+
+def _partials_on_hopper(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, ...]:
+    """Returns what `_partials` returns, for another partition of positions."""
+    # Not where nobody needs it: Mosaic GPU asks for more packages than the rest.
+    from k26jax.pallas.tree_mla import hopper, staging
+
+    layer, table, lengths, route, q_latent, q_pe, c_kv, k_pe, tree_c_kv, tree_k_pe = operands
+    numbers = layer, table, lengths
+    last, *tree = lengths, tree_c_kv, tree_k_pe
+    if shape.tokens > 1:
+        last, *tree = staging.staged(*numbers, route, c_kv, k_pe, *tree, shape=shape)
+    return hopper.partials(*numbers, last, q_latent, q_pe, c_kv, k_pe, *tree, shape=shape)
 
 
 def _merged(
@@ -92,10 +140,9 @@ def _merged(
     lengths: jax.Array,
     route: jax.Array,
     shape: Shape,
-    tile: Tile | None,
+    tile: Tile,
 ) -> jax.Array:
     """Returns the attended latents [b, t * h, c] of the splits' partial results."""
-    tile = tile or tile_of("tree_mla_merge")
     return launch(
         functools.partial(merge, shape=shape, tile=tile),
         lengths,
@@ -122,7 +169,6 @@ def _shape_of(
     """
     batch, tokens, heads, latent = q_latent.shape
     capacity = page = cache.shape[2]
-    launched = tile
     if page_table is not None:
         if page % tile.columns:
             raise KernelError(
@@ -130,8 +176,6 @@ def _shape_of(
                 "use a power of two of at least 64"
             )
         capacity *= page_table.shape[1]
-        # Half of the stages go to looking pages up; see _attend.
-        launched = replace(tile, stages=2 * tile.stages - 1)
     return Shape(
         batch=batch,
         tokens=tokens,
@@ -142,7 +186,7 @@ def _shape_of(
         n_mixed=1 + pl.cdiv(tokens - 1, tile.columns),
         page=page,
         is_paged=page_table is not None,
-        tile=launched,
+        tile=tile,
         tiers=tiers,
         scale=scale,
     )

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,9 +92,10 @@ class Operands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """What one program does; traced numbers.
 
+    is_tail: whether its rows are those of one token, which sees its own path.
     token: the tail's token; 0 in shared programs.
     first_row, end_row: its rows of all heads; a tile may reach past the end.
     begin, end: positions of its split.
@@ -102,6 +104,7 @@ class _Job:
     """
 
     sequence: jax.Array
+    is_tail: jax.Array
     token: jax.Array
     length: jax.Array
     split: jax.Array
@@ -112,10 +115,26 @@ class _Job:
     last: jax.Array
     needed: jax.Array
 
+    def n_cached(self, keys: int) -> jax.Array:
+        """Returns how many blocks of keys lie wholly in the cache."""
+        return jnp.maximum(jnp.minimum(self.end, self.length) - self.begin, 0) // keys
 
-def _job(lengths_ref: Any, route_ref: Any, shape: Shape) -> _Job:
-    """Returns this program's work: tails and long splits start first, tiles of a split together."""
-    sequence, number = pl.program_id(0) % shape.batch, pl.program_id(0) // shape.batch
+    def n_blocks(self, keys: int) -> jax.Array:
+        """Returns how many blocks of keys there are."""
+        return pl.cdiv(jnp.minimum(self.end, self.last + 1) - self.begin, keys)
+
+
+def job_of(
+    program: jax.Array, lengths_ref: Any, last_of: Callable[..., jax.Array], shape: Shape
+) -> Job:
+    """Returns a program's work: tails and the last splits first, tiles of a split together.
+
+    Programs without work come last, or they would delay the others.
+
+    Args:
+      last_of: (sequence, token) -> the last position that the token sees.
+    """
+    sequence, number = program % shape.batch, program // shape.batch
     is_tail = number < shape.tail_programs
     shared = number - shape.tail_programs
     head_tile, turn = number % shape.head_tiles, number // shape.head_tiles
@@ -123,13 +142,14 @@ def _job(lengths_ref: Any, route_ref: Any, shape: Shape) -> _Job:
     length = lengths_ref[sequence]
     boundary = split_of(length, shape.tiers)
     split = jnp.where(
-        is_tail, boundary + turn // shape.tokens, shape.n_splits - 1 - shared // shape.row_tiles
+        is_tail, boundary + turn // shape.tokens, boundary - 1 - shared // shape.row_tiles
     )
     tail_row = token * shape.heads + head_tile * shape.tile.rows
-    last = jnp.where(is_tail, length + _depth(route_ref, sequence, token), length - 1)
+    last = jnp.where(is_tail, last_of(sequence, token), length - 1)
     begin = split_start(split, shape.tiers)
-    return _Job(
+    return Job(
         sequence=sequence,
+        is_tail=is_tail,
         token=token,
         length=length,
         split=split,
@@ -138,11 +158,11 @@ def _job(lengths_ref: Any, route_ref: Any, shape: Shape) -> _Job:
         begin=begin,
         end=split_start(split + 1, shape.tiers),
         last=last,
-        needed=jnp.where(is_tail, begin <= last, split < boundary),
+        needed=jnp.where(is_tail, begin <= last, split >= 0),
     )
 
 
-def _depth(route_ref: Any, sequence: jax.Array, token: jax.Array) -> jax.Array:
+def depth_of(route_ref: Any, sequence: jax.Array, token: jax.Array) -> jax.Array:
     """Returns how many ancestors a tree row has."""
     route = route_ref[sequence, token, :]
     return jnp.sum(jnp.where(route >= 0, 1, 0)) - 1
@@ -151,13 +171,18 @@ def _depth(route_ref: Any, sequence: jax.Array, token: jax.Array) -> jax.Array:
 def attend(*refs: Any, shape: Shape) -> None:
     """One program: the partial softmax of one tile of rows over one split of keys."""
     on, tile = Operands(*refs), shape.tile
-    job = _job(on.lengths, on.route, shape)
+    job = job_of(
+        pl.program_id(0),
+        on.lengths,
+        lambda sequence, token: on.lengths[sequence] + depth_of(on.route, sequence, token),
+        shape,
+    )
 
     @pl.when(job.needed)
     def _() -> None:
         row = job.first_row + jnp.arange(tile.rows)
         is_row = row < job.end_row
-        query = [_load(ref, (job.sequence, row), is_row) for ref in (on.q_latent, on.q_pe)]
+        query = [load_rows(ref, (job.sequence, row), is_row) for ref in (on.q_latent, on.q_pe)]
         # Outside the loop where that is possible: a loop prefetches a look-up before the rows it
         # leads to, and those half as far.
         slot = on.layer[0], on.table[job.sequence, 0]
@@ -173,8 +198,7 @@ def attend(*refs: Any, shape: Shape) -> None:
             jnp.zeros(tile.rows, jnp.float32),
             jnp.zeros((tile.rows, padded(shape.latent)), jnp.float32),
         )
-        n_cached = jnp.maximum(jnp.minimum(job.end, job.length) - job.begin, 0) // tile.columns
-        n_blocks = pl.cdiv(jnp.minimum(job.end, job.last + 1) - job.begin, tile.columns)
+        n_cached, n_blocks = job.n_cached(tile.columns), job.n_blocks(tile.columns)
         state = lax.fori_loop(0, n_cached, functools.partial(absorb, is_cached=True), state)
         # Blocks that may hold tree rows, written out: as a loop they need more registers than
         # there are.
@@ -199,7 +223,7 @@ def attend(*refs: Any, shape: Shape) -> None:
 
 def _keys(
     on: Operands,
-    job: _Job,
+    job: Job,
     shape: Shape,
     slot: tuple[jax.Array, jax.Array],
     start: jax.Array,
@@ -218,17 +242,17 @@ def _keys(
         page = on.table[job.sequence, entry]
         cached = (slot[0], page, position - entry * shape.page)
     if is_cached:
-        return [_load(ref, cached) for ref in (on.cache_c_kv, on.cache_k_pe)]
+        return [load_rows(ref, cached) for ref in (on.cache_c_kv, on.cache_k_pe)]
     ahead, seen = position - job.length, position <= job.last
     node = plt.load(on.route.at[job.sequence, job.token, jnp.maximum(ahead, 0)], mask=seen, other=0)
     keys = []
     for cache, tree in ((on.cache_c_kv, on.tree_c_kv), (on.cache_k_pe, on.tree_k_pe)):
-        held = _load(cache, cached, ahead < 0)
-        keys.append(_load(tree, (job.sequence, node), seen & (ahead >= 0), held))
+        held = load_rows(cache, cached, ahead < 0)
+        keys.append(load_rows(tree, (job.sequence, node), seen & (ahead >= 0), held))
     return keys
 
 
-def _load(ref: Any, at: tuple[Any, ...], exists: Any = None, other: Any = 0) -> jax.Array:
+def load_rows(ref: Any, at: tuple[Any, ...], exists: Any = None, other: Any = 0) -> jax.Array:
     """Returns rows of the reference, padded with `other` to a power of two.
 
     Args:
@@ -280,34 +304,33 @@ def merge(
     n_parts = pl.cdiv(shape.latent, tile.columns)
     part, number = pl.program_id(0) % n_parts, pl.program_id(0) // n_parts
     sequence, row = number // shape.rows, number % shape.rows
-    last = lengths_ref[sequence] + _depth(route_ref, sequence, row // shape.heads)
+    last = lengths_ref[sequence] + depth_of(route_ref, sequence, row // shape.heads)
     n_splits = split_of(last, shape.tiers) + 1
     columns = part * tile.columns + jnp.arange(tile.columns)
     is_column = columns < shape.latent
 
-    def load(ref: Any, chunk: jax.Array, other: float) -> tuple[jax.Array, jax.Array]:
+    def add(chunk: jax.Array, state: State) -> State:
+        highest, total, weighted = state
         splits = chunk * tile.splits + jnp.arange(tile.splits)
-        return splits, plt.load(ref.at[sequence, splits, row], mask=splits < n_splits, other=other)
-
-    def highest_of(chunk: jax.Array, highest: jax.Array) -> jax.Array:
-        return jnp.maximum(highest, load(highest_ref, chunk, _MASKED)[1].max())
-
-    n_chunks = pl.cdiv(n_splits, tile.splits)
-    highest = lax.fori_loop(0, n_chunks, highest_of, jnp.float32(_MASKED))
-
-    def add(chunk: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        splits, share = load(highest_ref, chunk, _MASKED)
-        share = jnp.exp2(share - highest)
-        weighted = plt.load(
+        exists = splits < n_splits
+        share = plt.load(highest_ref.at[sequence, splits, row], mask=exists, other=_MASKED)
+        more = plt.load(total_ref.at[sequence, splits, row], mask=exists, other=0)
+        latents = plt.load(
             weighted_ref.at[sequence, splits[:, None], row, columns[None, :]],
-            mask=(splits < n_splits)[:, None] & is_column[None, :],
+            mask=exists[:, None] & is_column[None, :],
             other=0,
         )
-        total = jnp.sum(share * load(total_ref, chunk, 0.0)[1])
-        return state[0] + total, state[1] + jnp.sum(share[:, None] * weighted, axis=0)
+        new_highest = jnp.maximum(highest, share.max())
+        shrink, share = jnp.exp2(highest - new_highest), jnp.exp2(share - new_highest)
+        return (
+            new_highest,
+            total * shrink + jnp.sum(share * more),
+            weighted * shrink + jnp.sum(share[:, None] * latents, axis=0),
+        )
 
-    start = jnp.float32(0), jnp.zeros(tile.columns, jnp.float32)
-    total, weighted = lax.fori_loop(0, n_chunks, add, start)
+    start = jnp.float32(_MASKED), jnp.float32(0), jnp.zeros(tile.columns, jnp.float32)
+    n_chunks = pl.cdiv(n_splits, tile.splits)
+    _, total, weighted = lax.fori_loop(0, n_chunks, add, start)
     plt.store(
         out_ref.at[sequence, row, pl.ds(part * tile.columns, tile.columns)],
         weighted / total,

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 # the same time. The last count is without end.
 Tiers = tuple[tuple[int, int], ...]
 TIERS: Tiers = ((128, 64), (384, 64), (1536, 64), (2048, 1 << 20))
+# Of the kernel for Hopper: as many splits as cores at 4k, 32k and 128k positions.
+HOPPER_TIERS: Tiers = ((64, 64), (256, 112), (1024, 1 << 20))
 
 
 def split_of(position: Any, tiers: Tiers = TIERS, xp: ModuleType = jnp) -> Any:
