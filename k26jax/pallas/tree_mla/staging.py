@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plt
 from k26jax.pallas.gpu import Tile, launch
 from k26jax.pallas.tree_mla.programs import Shape, depth_of, load_rows
 
-_ROWS = 16
+_ROWS = 8
 
 
 def staged(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array]:
