@@ -1,5 +1,6 @@
 """Eight fake CPU devices, shape checks on, strict promotion, one compile cache for all tests."""
 
+import importlib.util
 import os
 import tempfile
 from pathlib import Path
@@ -16,8 +17,10 @@ from jaxtyping import install_import_hook
 _CACHE = tempfile.TemporaryDirectory(prefix="k26jax-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
-# Before any module of the package is imported: annotations there are checked on every call.
-install_import_hook(["k26jax.model", "k26jax.pallas", "k26jax.spec"], "shape_checks.checked")
+# Before any module of the package is imported: annotations there are checked on every call. Where
+# the tests' requirements are not installed, as on a GPU host that has JAX and pytest, they are not.
+if importlib.util.find_spec("beartype"):
+    install_import_hook(["k26jax.model", "k26jax.pallas", "k26jax.spec"], "shape_checks.checked")
 
 hypothesis.settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=20, print_blob=True
