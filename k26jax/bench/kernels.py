@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k26jax.bench.heap_tree import heap_seconds
 from k26jax.bench.timing import seconds_a_call
 from k26jax.pallas import dense, int4_moe, router, tree_build, tree_mla, vocab_topk
 from k26jax.pallas.bits import pack_bits
@@ -21,6 +24,8 @@ from k26jax.pallas.tree_mla.cases import CASES as MLA
 from k26jax.pallas.vocab_topk.cases import CASES as TOP
 
 PALLAS = {"kernels": "pallas"}
+# Who computes: our kernels, or XLA with the plain form of the same operation.
+BY = {"k26jax": "pallas", "XLA": "reference"}
 ROUTINGS = 12
 COPIES_BYTES = 300_000_000  # more than a card's cache holds
 ROWS = (1, 16, 64)
@@ -30,6 +35,7 @@ ROWS = (1, 16, 64)
 class Row:
     """One measured case.
 
+    by: who computed it: k26jax, or a peer.
     n_bytes: that must be read or written once; operations: multiplications and additions.
     """
 
@@ -38,6 +44,7 @@ class Row:
     seconds: float
     n_bytes: int
     operations: int
+    by: str = "k26jax"
 
     def floor_seconds(self, bytes_a_second: float) -> float:
         """Returns the time in which the bytes alone could be read."""
@@ -116,18 +123,19 @@ def _dense(small: bool) -> Iterator[Row]:
         copies = _copies(n_bytes)
         weights = tuple(_random(i, (copies, width, case.k)) for i, width in enumerate(widths))
 
-        def call(number: int, x: jax.Array, weights: Any, case=case, copies=copies) -> Any:
-            layer = number % copies
+        def call(number, x, weights, case=case, copies=copies, kernels="pallas") -> Any:
+            options = {"layer": number % copies, "kernels": kernels}
             if case.is_gated:
                 gate, up, *others = weights
-                return dense.gated(x, gate, up, others=tuple(others), layer=layer, **PALLAS)
+                return dense.gated(x, gate, up, others=tuple(others), **options)
             if case.is_parts:
-                return dense.partial_sums(x, weights, layer=layer, **PALLAS)
-            return dense.dense(x, weights, layer=layer, **PALLAS)
+                return dense.partial_sums(x, weights, **options)
+            return dense.dense(x, weights, **options)
 
-        for rows in ROWS:
-            seconds = seconds_a_call(call, _random(9, (rows, case.k)), (weights,))
-            yield Row("dense", f"{case.name} T={rows}", seconds, n_bytes, rows * n_bytes)
+        for rows, (by, kernels) in itertools.product(ROWS, BY.items()):
+            named = functools.partial(call, kernels=kernels)
+            seconds = seconds_a_call(named, _random(9, (rows, case.k)), (weights,))
+            yield Row("dense", f"{case.name} T={rows}", seconds, n_bytes, rows * n_bytes, by)
 
 
 def _mla(small: bool) -> Iterator[Row]:
@@ -168,13 +176,15 @@ def _router(small: bool) -> Iterator[Row]:
         bias = _random(1, (case.n_experts,), jnp.float32) if case.has_bias else None
         valid = jnp.ones(case.n_tokens, bool)
 
-        def call(number: int, logits: jax.Array, bias: Any, valid: Any, case=case) -> Any:
-            options = {"rows": int4_moe.BLOCK_ROWS, **case.rule, **PALLAS}
+        def call(number, logits, bias, valid, case=case, kernels="pallas") -> Any:
+            options = {"rows": int4_moe.BLOCK_ROWS, "kernels": kernels, **case.rule}
             return router.route_and_list(logits, bias, valid, **options)
 
         logits = _random(2, (case.n_tokens, case.n_experts), jnp.float32)
-        seconds = seconds_a_call(call, logits, (bias, valid))
-        yield Row("router", case.name, seconds, logits.nbytes, 0)
+        for by, kernels in BY.items():
+            named = functools.partial(call, kernels=kernels)
+            seconds = seconds_a_call(named, logits, (bias, valid))
+            yield Row("router", case.name, seconds, logits.nbytes, 0, by)
 
 
 def _top(small: bool) -> Iterator[Row]:
@@ -204,7 +214,10 @@ def _trees(small: bool) -> Iterator[Row]:
             return tree_build.build(table, ids, root, case.budget, **PALLAS).token_ids
 
         seconds = seconds_a_call(call, table, (ids, root))
-        yield Row("tree_build", case.name, seconds, table.nbytes + ids.nbytes, 0)
+        n_bytes = table.nbytes + ids.nbytes
+        yield Row("tree_build", case.name, seconds, n_bytes, 0)
+        seconds = heap_seconds(np.asarray(table), case.budget)
+        yield Row("tree_build", case.name, seconds, n_bytes, 0, "Python heap")
 
 
 FAMILIES: dict[str, Callable[[bool], Iterator[Row]]] = {

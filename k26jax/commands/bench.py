@@ -71,7 +71,8 @@ def line(row: Row, rate: float) -> str:
     """Returns one case as a line of text."""
     floor = row.floor_seconds(rate)
     return (
-        f"{row.kernel:12} {row.case:40} {row.seconds * 1e6:9.1f} us, floor {floor * 1e6:8.1f} us, "
+        f"{row.kernel:12} {row.case:40} {row.by:11} {row.seconds * 1e6:9.1f} us, "
+        f"floor {floor * 1e6:8.1f} us, "
         f"{row.n_bytes / row.seconds / 1e12:5.2f} TB/s, {floor / row.seconds:4.0%} of reading"
     )
 
@@ -88,8 +89,9 @@ def draw(rows: Sequence[Row], rate: float, path: Path, *, title: str) -> None:
 
     figure = Figure(figsize=(9, 1 + 0.22 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    names = [f"{row.kernel}, {row.case}" for row in rows]
-    axes.barh(names, [row.n_bytes / row.seconds / 1e12 for row in rows])
+    ours = [row for row in rows if row.by == "k26jax"]
+    names = [f"{row.kernel}, {row.case}" for row in ours]
+    axes.barh(names, [row.n_bytes / row.seconds / 1e12 for row in ours])
     axes.axvline(rate / 1e12, color="black", linestyle="--", label="plain read")
     axes.invert_yaxis()
     axes.set_xlabel("TB/s")

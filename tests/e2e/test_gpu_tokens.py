@@ -6,6 +6,7 @@ JAX_PLATFORMS=cuda python -m pytest -m gpu tests/e2e/test_gpu_tokens.py
 import json
 
 import jax
+import numpy as np
 import pytest
 from fixtures.paths import REPOSITORY
 
@@ -40,6 +41,20 @@ def generated(**options) -> dict[str, list[list[int]]]:
             ]
             for name, law in LAWS.items()
         }
+
+
+def cached(**options) -> list[np.ndarray]:
+    """The cache rows of one prompt, of several chunks."""
+    prompt = [int(token) for token in np.random.default_rng(0).integers(1, 2000, 300)]
+    with LLM(**PAIR, chunked_prefill_size=128, **options) as llm:
+        llm.generate([prompt], SamplingParams(max_tokens=1))
+        state = llm.engine.runner._state
+        return [np.asarray(x)[:, 0, : len(prompt)] for x in jax.tree.leaves(state.cache)]
+
+
+def test_a_prompt_leaves_the_same_bits_with_and_without_a_drafter():
+    for one, other in zip(cached(speculative_algorithm="NONE"), cached(), strict=True):
+        assert one.tobytes() == other.tobytes()
 
 
 @pytest.fixture(scope="module")
