@@ -42,6 +42,18 @@ class CapacityError(K26Error):
     exit_code = 4
 
 
+class MeshError(K26Error):
+    """The devices asked for are not there, or they cannot share the model evenly."""
+
+    exit_code = 3
+
+
+class ClusterError(K26Error):
+    """Processes of one run could not meet, or one of them died or hangs."""
+
+    exit_code = 1
+
+
 class KernelError(K26Error):
     """A kernel was asked for by name and cannot run here; named kernels never fall back."""
 

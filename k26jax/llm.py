@@ -52,7 +52,8 @@ class LLM:
       model_path: model folder in the Hugging Face layout.
       options: any other field of `k26jax.config.EngineConfig`, by name; among them
         speculative_draft_model_path, speculative_algorithm, speculative_ddtree_budget,
-        speculative_dflash_block_size, dtype, kernels, context_length, max_running_requests, seed.
+        speculative_dflash_block_size, tp_size, ep_size, dtype, kernels, context_length,
+        max_running_requests, seed.
       on_load: called with (what, bytes done, bytes in all) while weights are read.
       on_compile: called with the name of each program before it is compiled.
 
@@ -110,6 +111,21 @@ class LLM:
         if self._engine is None:
             raise RequestError(SHUT_DOWN)
         return self._engine
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process takes requests; in a run of several processes only process 0 does.
+
+        The others build the same LLM and call `follow`.
+        """
+        return self.engine.loaded.leads
+
+    def follow(self) -> None:
+        """Works for process 0 until it shuts its LLM down; returns at once in a run of one.
+
+        Raises: ClusterError if a process of the run dies or hangs.
+        """
+        self.engine.follow()
 
     def generate(
         self,
@@ -215,8 +231,14 @@ class LLM:
     def without_drafter(self, on_compile: Callable[[str], None] | None = None) -> LLM:
         """Returns an LLM that decodes plainly with the weights of this one.
 
+        Raises: RequestError in a run of several processes, CapacityError without room.
         Cost: a second cache; its programs are compiled.
         """
+        if self.engine.loaded.cluster is not None:
+            raise RequestError(
+                "the weights of a run of several processes serve one engine; load the model "
+                "without a drafter instead"
+            )
         plain = copy.copy(self)
         plain._engine = Engine(without_drafter(self.engine.loaded))
         plain.config = plain._engine.loaded.config

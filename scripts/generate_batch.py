@@ -45,18 +45,24 @@ def run(args: argparse.Namespace) -> int:
     # Everything that can be wrong with the files is found before minutes go into loading.
     config, defaults = EngineConfig(**engine_options(args)), sampling_options(args)
     params = SamplingParams(**defaults)
-    _check_files(args.input, args.output)
+    if config.coordinator_address is None:
+        _check_files(args.input, args.output)
     from k26jax.engine.loading import prepare
     from k26jax.llm import LLM
 
     prepared = prepare(config)
     prepared.request([0], params)
-    done = resume(args.output)
+    if prepared.leads and config.coordinator_address is not None:
+        _check_files(args.input, args.output)
+    done = resume(args.output) if prepared.leads else set()
     with (
         Startup() as startup,
         LLM.from_prepared(prepared, on_load=startup.on_load, on_compile=startup.on_compile) as llm,
     ):
         startup.ready(llm.config.algorithm.value)
+        if not llm.leads:
+            llm.follow()
+            return 0
         summary = run_files(llm, args.input, args.output, done=done, defaults=defaults)
     say(
         f"{summary.succeeded} answered, {summary.skipped} skipped, {summary.failed} failed; "

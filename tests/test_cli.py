@@ -212,7 +212,7 @@ def test_a_prompt_that_is_not_utf8_is_refused_wherever_it_comes_from(tmp_path, c
 
 def test_a_size_that_does_not_fit_exits_with_4(small_pair, capsys, monkeypatch):
     flags = [*small_pair.flags, "--max-running-requests", "4096"]
-    monkeypatch.setattr("k26jax.engine.memory.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("k26jax.engine.memory.available_bytes", lambda *_: 1 << 20)
     assert main(["generate", "a", *flags]) == 4
     err = capsys.readouterr().err
     assert "1 MB are available; lower --max-running-requests (now 4096)" in err

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
+from jax.sharding import Sharding
 
 from k26jax.checkpoint.fp8 import dequantize_fp8_blocks
 from k26jax.checkpoint.int4 import check_weight_shape
@@ -23,22 +25,30 @@ _HINT = "config.json and the weight files must belong to the same model"
 
 
 def load_params(
-    checkpoint: Checkpoint, module: nnx.Module, *, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    module: nnx.Module,
+    *,
+    progress: Progress | None = None,
+    places: Mapping[str, Sharding] | None = None,
 ) -> Params:
-    """Returns the parameters of an abstract module, on the default device.
+    """Returns the parameters of an abstract module, on the default device or in their places.
 
     Every name, shape and dtype is checked before the first weight is read. Float tensors are
     converted to the declared dtype; FP8 blocks are dequantized to bfloat16 first; INT4 words stay.
 
     Args:
       progress: called with the bytes of each tensor read.
+      places: by parameter path, where its parts go; this process reads what its devices hold.
 
     Raises: CheckpointError naming every kind of missing, leftover or ill-formed tensor.
-    Cost: host memory for the largest stack.
+    Cost: host memory for the largest stack, or for the largest part that a device holds.
     """
     plan = plan_load(checkpoint, module)
     loaded = {}
     for path, (declaration, names) in plan.items():
+        if places is not None:
+            loaded[path] = _read_parts(checkpoint, declaration, names, places[path], progress)
+            continue
         host = np.empty(declaration.shape, declaration.dtype)
         for index, name in names:
             host[index] = _read(checkpoint, name, declaration)
@@ -46,6 +56,35 @@ def load_params(
                 progress(_stored_bytes(checkpoint, name))
         loaded[path] = jnp.asarray(host)
     return nest(loaded)
+
+
+def _read_parts(
+    checkpoint: Checkpoint,
+    declaration: Declaration,
+    names: list[tuple[tuple[int, ...], str]],
+    place: Sharding,
+    progress: Progress | None,
+) -> jax.Array:
+    """Returns a stack in its place; a part that several devices hold is read once."""
+    shape = declaration.shape
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, cut in place.addressable_devices_indices_map(shape).items():
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(cut or (), shape, strict=True))
+        holders.setdefault(bounds, []).append(device)
+    parts = []
+    for number, (bounds, devices) in enumerate(holders.items()):
+        host = np.empty([stop - start for start, stop in bounds], declaration.dtype)
+        for index, name in names:
+            lead, rest = bounds[: len(index)], bounds[len(index) :]
+            if all(start <= i < stop for i, (start, stop) in zip(index, lead, strict=True)):
+                at = tuple(i - start for i, (start, _) in zip(index, lead, strict=True))
+                tensor = _read(checkpoint, name, declaration)
+                host[at] = tensor[tuple(slice(*part) for part in rest)]
+            if progress:
+                size, count = _stored_bytes(checkpoint, name), len(holders)
+                progress(size * (number + 1) // count - size * number // count)
+        parts += [jax.device_put(host, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(shape, place, parts)
 
 
 Plan = dict[str, tuple[Declaration, list[tuple[tuple[int, ...], str]]]]

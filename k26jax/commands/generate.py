@@ -73,16 +73,24 @@ def run(args: argparse.Namespace) -> int:
             "--compare-plain compares with a drafter; give --speculative-draft-model-path"
         )
     params = dataclasses.replace(params, seed=config.seed)
-    prompt = _read_prompt(args)
+    # Whether this process takes the prompt may be known only once it has met the others.
+    is_alone = config.coordinator_address is None
+    prompt = _read_prompt(args) if is_alone else ""
     from k26jax.engine.loading import prepare
     from k26jax.llm import LLM
 
     prepared = prepare(config)
-    prepared.request(prompt, params)
+    if prepared.leads:
+        prompt = prompt if is_alone else _read_prompt(args)
+        prepared.request(prompt, params)
     with (
         Startup() as startup,
         LLM.from_prepared(prepared, on_load=startup.on_load, on_compile=startup.on_compile) as llm,
     ):
+        if not llm.leads:
+            startup.ready("this process follows process 0")
+            llm.follow()
+            return 0
         if args.show_trees:
             startup.on_compile("traced_steps")
             llm.engine.runner.warm_up_traces()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -59,6 +60,33 @@ class EngineConfig:
         "reference (plain JAX) or pallas; auto: the fastest that runs here",
         choices=["auto", "reference", "pallas"],
     )
+    tp_size: int | None = option(
+        None,
+        "devices that share every layer (mesh axis model); default: 1, or all devices of a run of "
+        "several processes",
+        aliases=["--tensor-parallel-size", "-tp"],
+    )
+    ep_size: int = option(
+        1,
+        "groups of devices that share out the routed experts (mesh axis expert); a run takes "
+        "tp-size times ep-size devices",
+        aliases=["--expert-parallel-size", "-ep"],
+    )
+    coordinator_address: str | None = option(
+        None,
+        "host:port of process 0, for a run of several processes or hosts; auto: as the cluster's "
+        "launcher says (Slurm, Open MPI, Kubernetes)",
+        aliases=["--dist-init-addr"],
+    )
+    num_processes: int | None = option(
+        None, "processes of the run; with a coordinator address", aliases=["--nnodes"]
+    )
+    process_id: int | None = option(
+        None, "number of this process, from 0; process 0 leads", aliases=["--node-rank"]
+    )
+    distributed_timeout: int = option(
+        60, "seconds after which a process that died or hangs ends the run of several"
+    )
     context_length: int | None = option(
         None,
         "tokens of one sequence, prompt and output; default: the model's limit, at most 4096",
@@ -86,6 +114,11 @@ class EngineConfig:
         for name, low, high in (
             ("speculative_ddtree_budget", 0, MAX_BUDGET),
             ("speculative_dflash_block_size", 2, 1 << 10),
+            ("tp_size", 1, 1 << 16),
+            ("ep_size", 1, 1 << 16),
+            ("num_processes", 1, 1 << 16),
+            ("process_id", 0, 1 << 16),
+            ("distributed_timeout", 2, 1 << 20),
             ("context_length", 2, 1 << 30),
             ("max_running_requests", 1, 4096),
             ("chunked_prefill_size", 1, 1 << 20),
@@ -97,12 +130,34 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise RequestError(f"{name} = {value!r}, expected an integer from {low} to {high}")
+        self._check_processes()
         for item in fields(self):
             choices = item.metadata.get("choices")
             if choices and getattr(self, item.name) not in choices:
                 raise RequestError(
                     f"{item.name} = {getattr(self, item.name)!r}, expected one of {choices}"
                 )
+
+    def _check_processes(self) -> None:
+        """Raises RequestError unless the options of a run of several processes fit together."""
+        address, count, number = self.coordinator_address, self.num_processes, self.process_id
+        if address == "auto":
+            return
+        given = {"coordinator_address": address, "num_processes": count, "process_id": number}
+        missing = [name for name, value in given.items() if value is None]
+        if len(missing) == len(given):
+            return
+        if missing:
+            raise RequestError(
+                f"{' and '.join(missing)} missing: a run of several processes takes "
+                f"{', '.join(given)}, or coordinator_address = 'auto' under a cluster's launcher"
+            )
+        if not re.fullmatch(r".+:[0-9]+", str(address)):
+            raise RequestError(f"coordinator_address = {address!r}, expected host:port or 'auto'")
+        if number is not None and count is not None and number >= count:
+            raise RequestError(
+                f"process_id = {number}, expected 0 to {count - 1}: num_processes = {count}"
+            )
 
     def _check_strings(self) -> None:
         """Raises RequestError for text that is empty or something else; paths become text."""

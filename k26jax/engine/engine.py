@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from k26jax.engine.cluster import follow, make_runner
 from k26jax.engine.loading import Loaded
 from k26jax.engine.output import (
     CompletionOutput,
@@ -18,7 +19,6 @@ from k26jax.engine.output import (
     Transcript,
 )
 from k26jax.engine.request import Request
-from k26jax.engine.runner import Runner
 from k26jax.errors import RequestError
 from k26jax.spec.step import Steps
 
@@ -26,6 +26,8 @@ _BUSY = (
     "another run of this LLM is in progress, such as a stream that is not read to its end; finish "
     "or close it first"
 )
+
+_FOLLOWS = "this process follows process 0, which takes the requests; call follow() here"
 
 
 class _Running:
@@ -66,11 +68,21 @@ class Engine:
 
     def __init__(self, loaded: Loaded):
         self.loaded = loaded
-        self.runner = Runner(loaded)
+        self.runner = make_runner(loaded)
         self._in_use = threading.Lock()
+
+    def follow(self) -> None:
+        """Does what process 0 tells, until it shuts down; returns at once where there is no other.
+
+        Raises: ClusterError if a process of the run is lost.
+        """
+        if self.loaded.cluster is not None and not self.loaded.leads:
+            follow(self.runner, self.loaded.cluster)
 
     def refuse_if_busy(self) -> None:
         """Raises RequestError if a run is in progress; it would lose its slots to another."""
+        if not self.loaded.leads:
+            raise RequestError(_FOLLOWS)
         if self._in_use.locked():
             raise RequestError(_BUSY)
 
@@ -119,6 +131,8 @@ class Engine:
     @contextlib.contextmanager
     def _take_slots(self) -> Iterator[dict[int, _Running]]:
         """Gives the caller all slots; those that it leaves busy are freed."""
+        if not self.loaded.leads:
+            raise RequestError(_FOLLOWS)
         if not self._in_use.acquire(blocking=False):
             raise RequestError(_BUSY)
         slots: dict[int, _Running] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,15 @@ from k26jax.checkpoint.reader import open_checkpoint
 from k26jax.config import Algorithm, DraftConfig, EngineConfig, ModelConfig, Quantization
 from k26jax.engine.compile_cache import keep_compiled_programs
 from k26jax.engine.memory import require_memory, tree_bytes
+from k26jax.engine.placement import Placement, place
 from k26jax.engine.request import Request, SamplingParams, make_request, token_ids_of
 from k26jax.errors import CapacityError, KernelError, TokenizerError
 from k26jax.model.drafter import Drafter
 from k26jax.model.parameters import Params, abstract, arrays
-from k26jax.model.target import Target, arranged
+from k26jax.model.target import Target, arranged, arrangement
 from k26jax.pallas.gpu import architecture
+from k26jax.sharding.distributed import Cluster, join_cluster
+from k26jax.sharding.mesh import make_mesh
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
 from k26jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -40,6 +42,8 @@ class Prepared:
     tokenizer: None if the folder has none; then prompts must be token ids.
     eos_ids: the model's own end tokens, from config, generation config and tokenizer.
     context_length: tokens of one sequence.
+    placement: how the models are spread over a mesh; None on one device.
+    cluster: the processes of the run; None if this is the only one.
     """
 
     config: EngineConfig
@@ -49,6 +53,13 @@ class Prepared:
     eos_ids: tuple[int, ...]
     context_length: int
     dtype: jnp.dtype
+    placement: Placement | None = None
+    cluster: Cluster | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process takes requests; in a run of several only process 0 does."""
+        return self.cluster is None or self.cluster.leads
 
     def encode(self, prompt: str | Iterable[int]) -> list[int]:
         """Returns a prompt's token ids; special strings in text are plain text.
@@ -95,15 +106,32 @@ class Prepared:
         )
 
     def require_memory(self, *, has_cache: bool = False, **needs: int) -> None:
-        """Raises CapacityError unless these bytes, by name, and the caches fit in memory.
+        """Raises CapacityError unless these bytes of a device and the caches fit in its memory.
 
         Args:
           has_cache: whether the caches are in memory already.
+          needs: by name.
         """
         if not has_cache:
-            needs |= {"cache": tree_bytes(jax.eval_shape(self.empty_state))}
-        slots = self.config.max_running_requests
-        require_memory(needs, slots=slots, context_length=self.context_length)
+            needs |= {"cache": tree_bytes(self.state_shapes())}
+        require_memory(
+            needs,
+            slots=self.config.max_running_requests,
+            context_length=self.context_length,
+            devices=self.placement and self.placement.local_devices,
+        )
+
+    def state_shapes(self) -> SpecState:
+        """Returns what stands for the arrays of idle slots, with their places on a mesh."""
+        shapes = jax.eval_shape(self.empty_state)
+        return shapes if self.placement is None else self.placement.state_shapes(shapes)
+
+    def weight_bytes(self) -> int:
+        """Returns the bytes of weights that each device holds."""
+        if self.placement is not None:
+            return self.placement.weight_bytes(self.models)
+        modules = (self.models.target, self.models.drafter)
+        return sum(tree_bytes(arrays(module)) for module in modules if module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +147,17 @@ class Loaded(Prepared):
 def prepare(config: EngineConfig) -> Prepared:
     """Returns what the configuration and tokenizer files of an engine's folders say.
 
-    Raises: ConfigError, TokenizerError or CapacityError.
+    Raises: ConfigError, TokenizerError, CapacityError, MeshError or ClusterError.
     """
     folder = Path(config.model_path)
     model_config = ModelConfig.from_folder(folder)
+    # JAX looks for devices only once the processes have met.
+    cluster = join_cluster(
+        config.coordinator_address,
+        config.num_processes,
+        config.process_id,
+        timeout=config.distributed_timeout,
+    )
     context_length = _context_length(config, model_config)
     dtype = _dtype(config.dtype)
     tokenizer = _tokenizer(folder, model_config)
@@ -134,14 +169,17 @@ def prepare(config: EngineConfig) -> Prepared:
         draft_config.check_target(model_config, str(draft_folder))
         drafter = abstract(lambda rngs: Drafter(draft_config, dtype=dtype, rngs=rngs))
     eos_ids = model_config.eos_token_ids + (tokenizer.eos_ids if tokenizer else ())
+    models = Models(abstract(lambda rngs: Target(model_config, dtype=dtype, rngs=rngs)), drafter)
     return Prepared(
         config=config,
-        models=Models(abstract(lambda rngs: Target(model_config, dtype=dtype, rngs=rngs)), drafter),
+        models=models,
         plan=_plan(config, drafter, kernels),
         tokenizer=tokenizer,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
         context_length=context_length,
         dtype=dtype,
+        placement=place(make_mesh(_tp_size(config, cluster), config.ep_size), models),
+        cluster=cluster,
     )
 
 
@@ -154,20 +192,22 @@ def load(prepared: Prepared, progress: Progress | None = None) -> Loaded:
     Raises: CheckpointError or CapacityError, before any weight is read where the fault can be
       seen in the files' headers.
     """
-    config, models = prepared.config, prepared.models
-    modules = [models.target] + ([models.drafter] if models.drafter else [])
-    prepared.require_memory(weights=sum(tree_bytes(arrays(m)) for m in modules))
+    config, models, placement = prepared.config, prepared.models, prepared.placement
+    prepared.require_memory(weights=prepared.weight_bytes())
     keep_compiled_programs(config.compile_cache_dir)
     params = {}
     if models.drafter:
         folder = Path(str(config.speculative_draft_model_path))
-        params["drafter"] = _load_arrays(folder, models.drafter, None, "drafter", progress)
-    layers = models.target.config.num_hidden_layers
-    folder = Path(config.model_path)
-    params["target"] = _load_arrays(folder, models.target, layers, "target", progress)
-    if prepared.plan.kernels == "pallas":
-        target, params["target"] = arranged(models.target, params["target"])
-        prepared = replace(prepared, models=Models(target, models.drafter))
+        params["drafter"] = _load_arrays(folder, prepared, "drafter", progress)
+    params["target"] = _load_arrays(Path(config.model_path), prepared, "target", progress)
+    if prepared.plan.kernels == "pallas" and models.target.config.moe_layer_ids:
+        if placement is None:
+            target, params["target"] = arranged(models.target, params["target"])
+        else:
+            target, arrange = arrangement(models.target)
+            placement, program = placement.arrange(target, arrange)
+            params["target"] = jax.jit(program, donate_argnums=0)(params["target"])
+        prepared = replace(prepared, models=Models(target, models.drafter), placement=placement)
     return Loaded(**vars(prepared), params=params)
 
 
@@ -182,14 +222,16 @@ def without_drafter(loaded: Loaded) -> Loaded:
         models=Models(loaded.models.target),
         params={"target": loaded.params["target"]},
         plan=Plan.plain(loaded.plan.kernels),
+        placement=loaded.placement and loaded.placement.without_drafter(),
     )
     plain.require_memory()
     return plain
 
 
-def _load_arrays(
-    folder: Path, module: Any, layers: int | None, what: str, progress: Progress | None
-) -> Params:
+def _load_arrays(folder: Path, prepared: Prepared, what: str, progress: Progress | None) -> Params:
+    module = getattr(prepared.models, what)
+    places = prepared.placement and prepared.placement.shardings(what)
+    layers = module.config.num_hidden_layers if what == "target" else None
     with open_checkpoint(folder, num_hidden_layers=layers) as checkpoint:
         total, done = checkpoint.total_bytes(), 0
 
@@ -199,7 +241,13 @@ def _load_arrays(
             if progress:
                 progress(what, done, total)
 
-        return load_params(checkpoint, module, progress=advance)
+        return load_params(checkpoint, module, progress=advance, places=places)
+
+
+def _tp_size(config: EngineConfig, cluster: Cluster | None) -> int:
+    if config.tp_size is not None:
+        return config.tp_size
+    return max(jax.device_count() // config.ep_size, 1) if cluster else 1
 
 
 def _kernels(choice: str, model_config: ModelConfig, dtype: jnp.dtype) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +15,77 @@ _KIB = 1024
 
 
 def tree_bytes(tree: Any) -> int:
-    """Returns the bytes of all arrays of a tree, or of the arrays its shapes stand for."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Returns the bytes that a device holds of a tree's arrays, or of those its shapes stand for.
+
+    Shapes without a place are taken to be whole.
+    """
+
+    def size(leaf: Any) -> int:
+        place = getattr(leaf, "sharding", None)
+        return math.prod(leaf.shape if place is None else place.shard_shape(leaf.shape))
+
+    return sum(size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def require_memory(needs: Mapping[str, int], *, slots: int, context_length: int) -> None:
+def require_memory(
+    needs: Mapping[str, int],
+    *,
+    slots: int,
+    context_length: int,
+    devices: Sequence[Any] | None = None,
+) -> None:
     """Checks that memory can be had before it is taken: a system that is short of it kills.
 
     Args:
-      needs: bytes by what they are for; "weights" are what no option makes smaller.
+      needs: bytes on each device by what they are for; "weights" are what no option of requests
+        makes smaller.
       slots, context_length: the options in force, which the message names.
+      devices: those of this process that share the model; default: the first alone.
 
     Raises: CapacityError with what is needed and what there is.
     """
-    available = available_bytes()
+    devices = devices or jax.local_devices()[:1]
+    available = available_bytes(devices)
     if available is None or sum(needs.values()) <= available:
         return
     parts = ", ".join(f"{what} {_gigabytes(size)}" for what, size in needs.items())
+    each = f" on each of {len(devices)} devices" if len(devices) > 1 else ""
     fix = (
         f"lower --max-running-requests (now {slots}) or --context-length (now {context_length})"
         if needs.get("weights", 0) < available
-        else "the weights alone do not fit; use a machine with more memory"
+        else f"the weights alone do not fit; use a machine with more memory{_more(devices)}"
     )
     raise CapacityError(
-        f"{_gigabytes(sum(needs.values()))} of memory are needed ({parts}), but "
+        f"{_gigabytes(sum(needs.values()))} of memory are needed{each} ({parts}), but "
         f"{_gigabytes(available)} are available; {fix}"
     )
 
 
-def available_bytes() -> int | None:
-    """Returns the bytes that arrays can still take on the first device; None if it does not say."""
-    device = jax.local_devices()[0]
-    if device.platform == "cpu":
-        return host_available_bytes()
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+def _more(devices: Sequence[Any]) -> str:
+    there = jax.device_count()
+    if devices[0].platform == "cpu" or there <= len(devices):
+        return ""
+    return f", or share them among the {there} devices there are (--tp-size)"
+
+
+def available_bytes(devices: Sequence[Any] | None = None) -> int | None:
+    """Returns the bytes that arrays can still take on the fullest device; None if none says.
+
+    Devices of a CPU share the host's memory: each gets an equal part.
+
+    Args:
+      devices: default: the first.
+    """
+    devices = devices or jax.local_devices()[:1]
+    if devices[0].platform == "cpu":
+        host = host_available_bytes()
+        return None if host is None else host // len(devices)
+    free = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            free.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return min(free, default=None)
 
 
 def host_available_bytes(root: Path = Path("/")) -> int | None:

@@ -12,6 +12,7 @@ from jax.stages import Compiled
 
 from k26jax.config import MAX_STOP_IDS
 from k26jax.engine.loading import Loaded
+from k26jax.engine.placement import places_of
 from k26jax.engine.request import Request, SamplingParams
 from k26jax.errors import RequestError
 from k26jax.model.parameters import Params, bind
@@ -43,7 +44,8 @@ class Runner:
         largest = min(config.chunked_prefill_size, loaded.context_length)
         self.chunk_sizes = sorted({min(_SMALL_CHUNK, largest), largest})
         self.slots = config.max_running_requests
-        self._shapes = jax.eval_shape(loaded.empty_state)
+        self._shapes = loaded.state_shapes()
+        self._make_state = self._state_maker()
         self._state: SpecState | None = None
         self._is_closed = False
 
@@ -101,7 +103,31 @@ class Runner:
         if self._is_closed:
             raise RequestError(SHUT_DOWN)
         if self._state is None or any(x.is_deleted() for x in jax.tree.leaves(self._state)):
-            self._state = self._loaded.empty_state()
+            self.reset()
+
+    def reset(self) -> None:
+        """Makes a state of idle slots in place of the one there is."""
+        self._state = self._make_state()
+
+    @property
+    def state(self) -> SpecState:
+        """The slots' state, on the device; the next call donates it."""
+        if self._state is None:
+            raise RequestError(SHUT_DOWN)
+        return self._state
+
+    def occupy(self, slot: int, *, length: int, max_tokens: int) -> None:
+        """Makes a slot busy after `length` tokens that nobody computed, for measurements."""
+        state = self.state
+        self._state = dataclasses.replace(
+            state,
+            length=state.length.at[slot].set(length),
+            remaining=state.remaining.at[slot].set(max_tokens),
+        )
+
+    def program_text(self, name: str) -> str:
+        """Returns the compiled program of a name, as text."""
+        return self._program(name).as_text()
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Returns the target's logits after each token, float32 [t, w]; uses slot 0.
@@ -143,12 +169,27 @@ class Runner:
         params, state = self._loaded.params, self._shapes
         if kind in ("prefill", "logits"):
             chunk = self._chunk(0, (), 0, int(size), None)
-            program = jax.jit(self._prefill_program(kind == "logits"), donate_argnums=2)
+            program = self._placed(self._prefill_program(kind == "logits"), 2)
+            program = jax.jit(program, donate_argnums=2)
             return program.lower(params, chunk, state).compile(_options())
         if name == "release":
-            return jax.jit(_release, donate_argnums=0).lower(state, np.int32(0)).compile()
-        program = jax.jit(self._steps_program(kind == "traced"), donate_argnums=1)
+            places = None if self._loaded.placement is None else places_of(state)
+            program = jax.jit(_release, donate_argnums=0, out_shardings=places)
+            return program.lower(state, np.int32(0)).compile()
+        program = self._placed(self._steps_program(kind == "traced"), 1)
+        program = jax.jit(program, donate_argnums=1)
         return program.lower(params, state, np.int32(1)).compile(_options())
+
+    def _state_maker(self) -> Callable[[], SpecState]:
+        loaded = self._loaded
+        if loaded.placement is None:
+            return loaded.empty_state
+        return loaded.placement.state_maker(loaded.empty_state)
+
+    def _placed(self, program: Callable[..., Any], state_at: int) -> Callable[..., Any]:
+        """Returns the program for all ranks of the mesh; itself on one device."""
+        placement = self._loaded.placement
+        return program if placement is None else placement.program(program, state_at=state_at)
 
     def _models(self, params: Params) -> Models:
         models = self._loaded.models

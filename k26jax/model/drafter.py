@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from k26jax.config import DraftConfig
 from k26jax.model.cache import DraftCache
-from k26jax.model.layers import flat, rope_tables
+from k26jax.model.layers import flat, rope_tables, summed_dense
 from k26jax.model.mlp import SwiGLU
 from k26jax.model.parameters import Source, declare, ones
 from k26jax.pallas.dense import dense
@@ -46,8 +46,8 @@ class Drafter(nnx.Module):
         )
         self.input_layernorm = weight("input_layernorm", (hidden,), ("hidden",), ones)
         self.q_proj = weight("self_attn.q_proj", (query, hidden), ("head", "hidden"))
-        self.k_proj = weight("self_attn.k_proj", (key, hidden), ("head", "hidden"))
-        self.v_proj = weight("self_attn.v_proj", (key, hidden), ("head", "hidden"))
+        self.k_proj = weight("self_attn.k_proj", (key, hidden), ("kv_head", "hidden"))
+        self.v_proj = weight("self_attn.v_proj", (key, hidden), ("kv_head", "hidden"))
         self.o_proj = weight("self_attn.o_proj", (hidden, query), ("hidden", "head"))
         self.q_norm = weight("self_attn.q_norm", (config.head_dim,), ("head_dim",), ones)
         self.k_norm = weight("self_attn.k_norm", (config.head_dim,), ("head_dim",), ones)
@@ -84,7 +84,7 @@ class Drafter(nnx.Module):
         """Returns the cache rows of committed tokens, from target features alone."""
         context = flat(self.context(features, kernels))
         tables = self.tables(positions)
-        shape = (*positions.shape, self.config.num_key_value_heads, self.config.head_dim)
+        shape = (*positions.shape, -1, self.config.head_dim)
         weights = self.k_proj[...], self.v_proj[...]
         rows = []
         for layer in range(self.config.num_hidden_layers):
@@ -148,7 +148,8 @@ class Drafter(nnx.Module):
             kernels=kernels,
         ).astype(x.dtype)
         heads = attended.reshape(x.shape[0], -1)
-        return dense(heads, (self.o_proj[...],), layer=layer, kernels=kernels)[0]
+        inputs = config.num_attention_heads * config.head_dim
+        return summed_dense(heads, self.o_proj[...], layer=layer, inputs=inputs, kernels=kernels)
 
     def project(
         self, layer: int, x: jax.Array, tables: tuple[jax.Array, jax.Array], kernels: str

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from k26jax.config import ModelConfig
 from k26jax.model.cache import LatentCache
-from k26jax.model.layers import contract, flat, linear, rope_tables
+from k26jax.model.layers import contract, flat, linear, rope_tables, summed_dense
 from k26jax.model.parameters import Source, declare, ones
 from k26jax.pallas.dense import absorb, dense, partial_sums, values
 from k26jax.pallas.norm import latent
@@ -121,7 +121,8 @@ class MLA(nnx.Module):
                 **latent_norm,
             )
             (query,) = dense(q_latent, (self.q_b_proj[...],), layer=layer, kernels=kernels)
-        return query.reshape(x.shape[0], config.num_attention_heads, -1), c_kv, k_pe
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return query.reshape(x.shape[0], -1, width), c_kv, k_pe
 
     def absorbed(
         self,
@@ -176,7 +177,9 @@ class MLA(nnx.Module):
             kernels=kernels,
         )
         heads = heads.reshape(x.shape[0], -1)
-        return dense(heads, (self.o_proj[...],), layer=layer, kernels=kernels)[0], c_kv, k_pe
+        inputs = config.num_attention_heads * config.v_head_dim
+        out = summed_dense(heads, self.o_proj[...], layer=layer, inputs=inputs, kernels=kernels)
+        return out, c_kv, k_pe
 
     def heads(
         self, layer: int, x: Float[Array, "b t d"], positions: Int32[Array, "#b t"]

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from k26jax.model.layers import flat
+from k26jax.model.layers import flat, summed_dense
 from k26jax.model.parameters import Source, declare
-from k26jax.pallas.dense import dense, gated
+from k26jax.pallas.dense import gated
 
 
 class SwiGLU(nnx.Module):
@@ -25,6 +25,8 @@ class SwiGLU(nnx.Module):
         dtype: Any,
         rngs: nnx.Rngs,
     ):
+        self.inner = inner
+
         def weight(name: str, shape: tuple[int, int], axes: tuple[str, str]):
             source = Source(f"{prefix}.{name}.weight", layers=layers)
             stacked = (len(layers), *shape)
@@ -43,4 +45,5 @@ class SwiGLU(nnx.Module):
 
     def down(self, row: int, inner: jax.Array, kernels: str) -> jax.Array:
         """Returns rows [n, f] behind SwiGLU times the `row`-th down projection."""
-        return dense(inner, (self.down_proj[...],), layer=row, kernels=kernels)[0]
+        weights = self.down_proj[...]
+        return summed_dense(inner, weights, layer=row, inputs=self.inner, kernels=kernels)

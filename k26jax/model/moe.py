@@ -24,7 +24,9 @@ from k26jax.pallas.int4_moe import (
     tiled_experts,
 )
 from k26jax.pallas.int4_moe.reference import GROUP_SIZE
-from k26jax.pallas.router import Blocks, route_and_list
+from k26jax.pallas.router import Blocks, block_list, route, route_and_list
+from k26jax.sharding.collectives import counted_once, rank, ranks, sum_over_ranks
+from k26jax.sharding.rules import EXPERT, MODEL
 
 
 class ExpertProjection(nnx.Module):
@@ -64,12 +66,13 @@ class TiledProjections(nnx.Module):
     """The experts in the kernel's layout, made on the device from the published one."""
 
     def __init__(self, tiles: TiledExperts):
-        axes = ("layer", "expert", "tile", "step", "column", "lane")
-        scale_axes = (*axes[:4], "half", "column")
-        self.gate_up_words = nnx.Param(tiles.gate_up.words, axes=axes)
-        self.gate_up_scales = nnx.Param(tiles.gate_up.scales, axes=scale_axes)
-        self.down_words = nnx.Param(tiles.down.words, axes=axes)
-        self.down_scales = nnx.Param(tiles.down.scales, axes=scale_axes)
+        up = ("layer", "expert", "ffn_tile", "step")
+        down = ("layer", "expert", "tile", "ffn_step")
+        words, scales = ("column", "lane"), ("half", "column")
+        self.gate_up_words = nnx.Param(tiles.gate_up.words, axes=up + words)
+        self.gate_up_scales = nnx.Param(tiles.gate_up.scales, axes=up + scales)
+        self.down_words = nnx.Param(tiles.down.words, axes=down + words)
+        self.down_scales = nnx.Param(tiles.down.scales, axes=down + scales)
 
     def tiles(self) -> TiledExperts:
         """Returns the whole stacks, for the kernel to index."""
@@ -136,17 +139,17 @@ class MoE(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, Blocks]:
         """Returns topk_ids and topk_weights [n, k] and the experts' work list.
 
+        Ids count from the first expert of this rank; those of other ranks' experts, like those of
+        rows that choose none, are the number of experts it has.
+
         Args:
           logits: the router's, float32 [part, n, e].
           valid: bool [n]; other rows choose no expert.
         """
         config = self.config
-        return route_and_list(
-            logits,
-            self.e_score_correction_bias[...] if config.has_selection_bias else None,
-            valid,
+        bias = self.e_score_correction_bias[...] if config.has_selection_bias else None
+        rule: dict[str, Any] = dict(
             layer=row,
-            rows=BLOCK_ROWS,
             num_experts_per_tok=config.num_experts_per_tok,
             scoring_func=config.scoring_func,
             topk_method=config.topk_method,
@@ -156,6 +159,14 @@ class MoE(nnx.Module):
             routed_scaling_factor=config.routed_scaling_factor,
             kernels=kernels,
         )
+        if ranks(EXPERT) == 1:
+            return route_and_list(logits, bias, valid, rows=BLOCK_ROWS, **rule)
+        held = config.n_routed_experts // ranks(EXPERT)
+        topk_ids, topk_weights = route(logits, bias, **rule)
+        local = topk_ids - rank(EXPERT) * held
+        is_here = valid[:, None] & (local >= 0) & (local < held)
+        local = jnp.where(is_here, local, held)
+        return local, topk_weights, block_list(local, held, BLOCK_ROWS, kernels=kernels)
 
     def __call__(
         self,
@@ -174,31 +185,35 @@ class MoE(nnx.Module):
         """
         logits, shared = self.first_products(row, x, kernels)
         topk_ids, topk_weights, blocks = self.choose(row, logits, valid, kernels)
+        # Of several ranks each has a part of a sum, which is rounded once, behind it.
+        dtype = x.dtype if ranks(EXPERT) * ranks(MODEL) == 1 else jnp.float32
         if hasattr(self, "experts"):
-            return tiled_experts(
+            out = tiled_experts(
                 x,
                 topk_ids,
                 topk_weights,
                 blocks,
                 self.experts.tiles(),
                 layer=row,
-                inner=self.config.moe_intermediate_size,
+                inner=self.config.moe_intermediate_size // ranks(MODEL),
                 shared=shared,
-                dtype=x.dtype,
+                dtype=dtype,
             )
-        return experts(
-            x,
-            topk_ids,
-            topk_weights,
-            self.gate_proj.stack(),
-            self.up_proj.stack(),
-            self.down_proj.stack(),
-            layer=row,
-            shared=shared,
-            dtype=x.dtype,
-            kernels=kernels,
-            differentiable=differentiable,
-        )
+        else:
+            out = experts(
+                x,
+                topk_ids,
+                topk_weights,
+                self.gate_proj.stack(),
+                self.up_proj.stack(),
+                self.down_proj.stack(),
+                layer=row,
+                shared=shared,
+                dtype=dtype,
+                kernels=kernels,
+                differentiable=differentiable,
+            )
+        return sum_over_ranks(out, EXPERT, MODEL).astype(x.dtype)
 
     def first_products(
         self, row: int, x: jax.Array, kernels: str
@@ -210,7 +225,8 @@ class MoE(nnx.Module):
         shared = self.shared_experts
         weights = shared.gate_proj[...], shared.up_proj[...], self.gate[...]
         gate, up, logits = partial_sums(x, weights, **options)
-        return logits, Shared(gate, up, shared.down_proj[...])
+        # Ranks of `expert` have the same part of it; of a gate of zero SwiGLU is zero.
+        return logits, Shared(counted_once(gate, EXPERT), up, shared.down_proj[...])
 
 
 def _bits(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

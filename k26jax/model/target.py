@@ -18,6 +18,8 @@ from k26jax.model.moe import MoE
 from k26jax.model.parameters import Params, Source, arrays, bind, declare, ones
 from k26jax.pallas.dense import dense
 from k26jax.pallas.norm import add_rms_norm, rms_norm
+from k26jax.sharding.collectives import take_rows
+from k26jax.sharding.rules import MODEL
 
 Attend = Callable[[int, jax.Array], jax.Array]
 
@@ -38,6 +40,20 @@ class Rows:
     features: Float[Array, "b t features"]
 
 
+def arrangement(module: "Target") -> tuple["Target", Callable[[Params], Params]]:
+    """Returns the (abstract) target with the experts in the kernel's layout, and what makes it.
+
+    Raises: KernelError if the experts have no such layout.
+    """
+
+    def arrange(params: Params) -> Target:
+        target = bind(module, params)
+        target.moe.arrange()
+        return target
+
+    return nnx.eval_shape(arrange, arrays(module)), lambda params: arrays(arrange(params))
+
+
 def arranged(module: "Target", params: Params) -> tuple["Target", Params]:
     """Returns the (abstract) target and its parameters with the experts in the kernel's layout.
 
@@ -46,14 +62,8 @@ def arranged(module: "Target", params: Params) -> tuple["Target", Params]:
     """
     if not module.config.moe_layer_ids:
         return module, params
-
-    def arrange(params: Params) -> Target:
-        target = bind(module, params)
-        target.moe.arrange()
-        return target
-
-    abstract_target = nnx.eval_shape(arrange, params)
-    return abstract_target, jax.jit(lambda p: arrays(arrange(p)), donate_argnums=0)(params)
+    target, arrange = arrangement(module)
+    return target, jax.jit(arrange, donate_argnums=0)(params)
 
 
 class Target(nnx.Module):
@@ -97,12 +107,12 @@ class Target(nnx.Module):
 
     def embed(self, token_ids: Int[Array, "*rows"]) -> Float[Array, "*rows d"]:
         """Returns the embeddings of token ids."""
-        return self.embed_tokens[...][token_ids].astype(self.dtype)
+        return take_rows(self.embed_tokens[...], token_ids, MODEL).astype(self.dtype)
 
     def logits(
         self, hidden: Float[Array, "*rows d"], kernels: str = "reference"
     ) -> Float32[Array, "*rows w"]:
-        """Returns the logits of final-normed hidden states."""
+        """Returns the logits of final-normed hidden states, on each rank those of its tokens."""
         head = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         (logits,) = dense(
             flat(hidden), (head[...][None],), layer=0, dtypes=(jnp.float32,), kernels=kernels

@@ -9,6 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from k26jax.model.mla import Context
+from k26jax.sharding.collectives import whole_rows
+from k26jax.sharding.rules import MODEL
 from k26jax.spec.accept import cut_at_stop
 from k26jax.spec.compact import commit
 from k26jax.spec.sampling import choose
@@ -91,7 +93,7 @@ def prefill(
             lambda all_, one: all_.at[slot].set(one[0]), state.sampling, chunk.sampling
         ),
     )
-    return state, Prefilled(first_token, logits)
+    return state, Prefilled(first_token, whole_rows(logits, MODEL))
 
 
 def causal_words(width: int) -> UInt32[np.ndarray, "{width} words"]:

@@ -1,7 +1,8 @@
 """Choosing tokens: greedy, or by Gumbel noise that depends on seed and position alone.
 
 Noise keyed by position makes speculative sampling emit exactly the tokens of plain sampling: a
-position's draw is the same whichever tree node, slot or batch asks for it.
+position's draw is the same whichever tree node, slot or batch asks for it. Where ranks share the
+vocabulary each has the logits of its tokens, and one (token, value) pair a rank decides.
 """
 
 import jax
@@ -10,6 +11,8 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32, UInt32
 
 from k26jax.pallas.vocab_topk import best_token
+from k26jax.sharding.collectives import best_over_ranks, own_columns, ranks, whole_rows
+from k26jax.sharding.rules import MODEL
 from k26jax.spec.state import Sampling
 
 
@@ -27,11 +30,14 @@ def choose(
     logits / temperature + Gumbel noise, after top_k, then top_p, then min_p.
 
     Args:
+      logits: of this rank's tokens.
       offset: from 0 to `most`.
     """
+    held = logits.shape[-1]
 
     def greedy(_: None) -> jax.Array:
-        ids = best_token(logits.reshape(-1, logits.shape[-1]), kernels=kernels)[0]
+        ids, values = best_token(logits.reshape(-1, held), kernels=kernels)
+        ids = best_over_ranks(ids, values, MODEL, held)[0]
         return ids.reshape(logits.shape[:-1])
 
     def sampled(_: None) -> jax.Array:
@@ -40,9 +46,12 @@ def choose(
         filtered = lax.cond(
             (hot & _has_filter(sampling)).any(), lambda x: _filter(x, sampling), lambda x: x, scaled
         )
-        noise = gumbel(sampling.seed, base, most, logits.shape[-1])
+        noise = own_columns(gumbel(sampling.seed, base, most, held * ranks(MODEL)), MODEL)
         noisy = filtered + jnp.take_along_axis(noise, offset[..., None], axis=1)
-        return jnp.where(hot[:, None], jnp.argmax(noisy, axis=-1), greedy(None)).astype(jnp.int32)
+        ids = jnp.argmax(noisy, axis=-1)
+        best = jnp.take_along_axis(noisy, ids[..., None], axis=-1)[..., 0]
+        ids = best_over_ranks(ids, best, MODEL, held)[0]
+        return jnp.where(hot[:, None], ids, greedy(None)).astype(jnp.int32)
 
     return lax.cond((sampling.temperature > 0).any(), sampled, greedy, None)
 
@@ -67,9 +76,9 @@ def _has_filter(sampling: Sampling) -> jax.Array:
 
 def _filter(scaled: jax.Array, sampling: Sampling) -> jax.Array:
     """Sets the logits [b, t, w] outside top_k, top_p and min_p to -inf; ties with the last kept
-    value stay."""
-    descending = -jnp.sort(-scaled, axis=-1)
-    width = scaled.shape[-1]
+    value stay. What is kept depends on the whole vocabulary."""
+    descending = -jnp.sort(-whole_rows(scaled, MODEL), axis=-1)
+    width = descending.shape[-1]
     top_k = jnp.where(sampling.top_k > 0, sampling.top_k, width)[:, None, None]
     in_k = jnp.arange(width) < top_k
     probability = jax.nn.softmax(jnp.where(in_k, descending, -jnp.inf), axis=-1)

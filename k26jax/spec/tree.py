@@ -18,6 +18,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 from k26jax.errors import ConfigError
 from k26jax.pallas.tree_build.cost import INFINITE, Cost, add, cost_of, nothing, where
 from k26jax.pallas.vocab_topk import top_tokens
+from k26jax.sharding.collectives import log_total_over_ranks, ranks, top_over_ranks
+from k26jax.sharding.rules import MODEL
 
 MAX_BUDGET = 254
 MAX_DEPTH = 255
@@ -136,21 +138,25 @@ def ancestor_mask(tree: Tree) -> Bool[Array, "... t t"]:
 def draft_table(
     logits: Float[Array, "*rows w"], budget: int, kernels: str = "reference"
 ) -> tuple[Float32[Array, "*rows k"], Int32[Array, "*rows k"]]:
-    """Returns the log-probs and ids of the best min(budget, w) tokens a row.
+    """Returns the log-probs and ids of the best min(budget, w) tokens a row, of all ranks.
 
     Args:
-      logits: any float type; all arithmetic is float32.
+      logits: any float type, of this rank's tokens; all arithmetic is float32.
       budget: nodes without the root; a tree of that size looks at no further token.
 
     Returns: descending along k, equal logits by lowest id. Logits of -inf give -inf
       or NaN, which `build_tree` leaves out.
     """
     rows, width = logits.shape[:-1], logits.shape[-1]
-    count = min(max(budget, 0), width)
+    count = min(max(budget, 0), width * ranks(MODEL))
     if not count:
         return jnp.zeros((*rows, 0), jnp.float32), jnp.zeros((*rows, 0), jnp.int32)
-    top = top_tokens(logits.reshape(-1, width), count, kernels=kernels)
-    return top.log_probs.reshape(*rows, count), top.ids.reshape(*rows, count)
+    top = top_tokens(logits.reshape(-1, width), min(count, width), kernels=kernels)
+    log_probs, ids = top.log_probs, top.ids
+    if ranks(MODEL) > 1:
+        ids, best = top_over_ranks(ids, top.logits, MODEL, width, count)
+        log_probs = best - log_total_over_ranks(top.log_total, MODEL)[:, None]
+    return log_probs.reshape(*rows, count), ids.reshape(*rows, count)
 
 
 def _costs(log_probs: jax.Array) -> Cost:

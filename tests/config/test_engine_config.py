@@ -55,6 +55,7 @@ def test_none_only_where_it_is_the_default(name):
         "model_path",
         "speculative_draft_model_path",
         "speculative_algorithm",
+        "coordinator_address",
         "compile_cache_dir",
     ],
 )
@@ -63,7 +64,7 @@ def test_text_is_text_and_not_empty(name):
     draft = {"speculative_draft_model_path": "drafter"}
     for value in ("", 5, b"path", ["path"], True):
         refused(f"{name} = {value!r}", "expected", **draft | {name: value})
-    is_optional = name.startswith("speculative")
+    is_optional = name.startswith("speculative") or name == "coordinator_address"
     if is_optional:
         EngineConfig("model", **{name: None})
     else:
@@ -76,6 +77,7 @@ def test_every_text_option_is_known_to_that_test():
         "model_path",
         "speculative_draft_model_path",
         "speculative_algorithm",
+        "coordinator_address",
         "compile_cache_dir",
         "dtype",
         "kernels",

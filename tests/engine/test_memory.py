@@ -77,7 +77,7 @@ def test_memory_of_an_accelerator(monkeypatch):
 
 
 def test_the_message_has_the_numbers_and_what_to_lower(monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda: 8_000_000_000)
+    monkeypatch.setattr(memory, "available_bytes", lambda *_: 8_000_000_000)
     require_memory({"weights": 4_000_000_000, "cache": 4_000_000_000}, slots=3, context_length=9)
     with pytest.raises(CapacityError) as caught:
         require_memory({"weights": 2_500_000, "cache": 9_000_000_000}, slots=3, context_length=9)
@@ -87,7 +87,7 @@ def test_the_message_has_the_numbers_and_what_to_lower(monkeypatch):
     )
     with pytest.raises(CapacityError, match=r"weights alone do not fit"):
         require_memory({"weights": 9_000_000_000, "cache": 1}, slots=3, context_length=9)
-    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    monkeypatch.setattr(memory, "available_bytes", lambda *_: None)
     require_memory({"weights": 1 << 60}, slots=3, context_length=9)
 
 
@@ -98,7 +98,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_read(
     small_pair, monkeypatch, changes
 ):
     """Bug: the system killed the process."""
-    monkeypatch.setattr(memory, "available_bytes", lambda: LIMIT)
+    monkeypatch.setattr(memory, "available_bytes", lambda *_: LIMIT)
     prepared = prepare(EngineConfig(**small_pair.options | changes))
     with pytest.raises(CapacityError, match=r"weights .* MB, cache .*"):
         load(prepared, lambda *_: pytest.fail("read"))
@@ -132,7 +132,7 @@ def test_a_program_that_does_not_fit_is_refused_before_the_cache_is_made(
     prepared = prepare(EngineConfig(**small_pair.options | {"max_running_requests": 64}))
     cache = tree_bytes(jax.eval_shape(prepared.empty_state))
     loaded = load(prepared)
-    monkeypatch.setattr(memory, "available_bytes", lambda: cache + 1)
+    monkeypatch.setattr(memory, "available_bytes", lambda *_: cache + 1)
     runner = Runner(loaded)
     with pytest.raises(CapacityError, match=r"program .* MB, cache"):
         runner.warm_up()
