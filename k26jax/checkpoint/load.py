@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
 
 from k26jax.checkpoint.fp8 import dequantize_fp8_blocks
 from k26jax.checkpoint.int4 import check_weight_shape
+from k26jax.checkpoint.place import ShardingFor, on_one_device, place_parameter, reading_threads
 from k26jax.checkpoint.reader import Checkpoint
 from k26jax.config.quantization import FP8_BLOCK
 from k26jax.errors import CheckpointError
@@ -19,32 +19,56 @@ from k26jax.model.parameters import Declaration, Params, declarations, nest
 
 Progress = Callable[[int], None]
 
+_SCANNED_BYTES = 1 << 20
+_SOUND = "download or convert it again"
 _HINT = "config.json and the weight files must belong to the same model"
 
 
 def load_params(
-    checkpoint: Checkpoint, module: nnx.Module, *, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    module: nnx.Module,
+    *,
+    sharding_for: ShardingFor = on_one_device,
+    progress: Progress | None = None,
 ) -> Params:
-    """Returns the parameters of an abstract module, on the default device.
+    """Returns the parameters of an abstract module on their devices.
 
     Every name, shape and dtype is checked before the first weight is read. Float tensors are
     converted to the declared dtype; FP8 blocks are dequantized to bfloat16 first; INT4 words stay.
 
     Args:
+      sharding_for: called with a parameter's logical axes; any sharding that leaves the layer axis
+        whole, over any devices. Default: all on the default device.
       progress: called with the bytes of each tensor read.
 
-    Raises: CheckpointError naming every kind of missing, leftover or ill-formed tensor.
-    Cost: host memory for the largest stack.
+    Raises: CheckpointError naming every kind of missing, leftover or ill-formed tensor, or a small
+      one that holds NaN or infinity.
+    Cost: host memory for the local parts of one layer's largest parameter, or of `BLOCK_BYTES`.
     """
     plan = plan_load(checkpoint, module)
     loaded = {}
-    for path, (declaration, names) in plan.items():
-        host = np.empty(declaration.shape, declaration.dtype)
-        for index, name in names:
-            host[index] = _read(checkpoint, name, declaration)
-            if progress:
-                progress(_stored_bytes(checkpoint, name))
-        loaded[path] = jnp.asarray(host)
+    with reading_threads() as pool:
+        for path, (declaration, names) in plan.items():
+
+            def read(
+                name: str, region: tuple[slice, ...], declaration: Declaration = declaration
+            ) -> np.ndarray:
+                shape = declaration.shape[-_rank(declaration) :]
+                values = read_as(checkpoint, name, declaration.dtype, region, shape)
+                # Norms, biases and scales, whose faults spread furthest and cost least to see.
+                fault = value_fault(name, values) if values.nbytes <= _SCANNED_BYTES else None
+                if fault:
+                    raise CheckpointError(f"{checkpoint.folder}: {fault}; {_SOUND}")
+                return values
+
+            loaded[path] = place_parameter(
+                declaration,
+                names,
+                read,
+                sharding_for(declaration.axes),
+                pool,
+                on_read=lambda name: progress and progress(_stored_bytes(checkpoint, name)),
+            )
     return nest(loaded)
 
 
@@ -135,11 +159,37 @@ def _check(checkpoint: Checkpoint, name: str, declaration: Declaration) -> Itera
             yield f"{stem}_shape"
 
 
-def _read(checkpoint: Checkpoint, name: str, declaration: Declaration) -> np.ndarray:
-    tensor = checkpoint.read(name)
-    if tensor.dtype == ml_dtypes.float8_e4m3fn:
-        tensor = dequantize_fp8_blocks(tensor, checkpoint.read(f"{name}_scale_inv"))
-    return _cast(tensor, declaration.dtype).reshape(declaration.shape[-_rank(declaration) :])
+def read_as(
+    checkpoint: Checkpoint,
+    name: str,
+    dtype: Any,
+    region: tuple[slice, ...] | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> np.ndarray:
+    """Returns a region of a tensor in a dtype, FP8 blocks dequantized to bfloat16 on the way.
+
+    Args:
+      shape: to see the tensor in; default: its own.
+    """
+    if checkpoint.entry(name).dtype != "F8_E4M3":
+        return _cast(checkpoint.copy(name, region, shape), dtype)
+    # Blocks run over the edges of regions, and such tensors are small beside a layer.
+    scales = checkpoint.copy(f"{name}_scale_inv")
+    tensor = dequantize_fp8_blocks(checkpoint.copy(name), scales, name=name)
+    tensor = tensor if shape is None else tensor.reshape(shape)
+    return _cast(tensor[region or ()], dtype)
+
+
+def value_fault(name: str, values: np.ndarray) -> str | None:
+    """Returns what is wrong with a tensor's values: NaN or infinity; None for integers."""
+    if values.dtype == ml_dtypes.bfloat16:
+        # All bits of the exponent set: far cheaper to see than a conversion.
+        bad = int(np.count_nonzero((values.view(np.uint16) & 0x7F80) == 0x7F80))
+    elif values.dtype.kind == "f":
+        bad = int(np.count_nonzero(~np.isfinite(values)))
+    else:
+        return None
+    return f"tensor {name!r} holds {bad} values that are NaN or infinite" if bad else None
 
 
 def _rank(declaration: Declaration) -> int:
