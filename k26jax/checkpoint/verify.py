@@ -263,3 +263,15 @@ def _mark(folder: Path, found: Verification) -> None:
             mark.unlink(missing_ok=True)
     except OSError as error:
         found.notes.append(f"{mark} cannot be written ({error.strerror})")
+
+
+def size_to_read(folder: Path) -> int:
+    """Returns the bytes that `verify` will report as read; 0 if the folder does not open."""
+    try:
+        if (folder / CONVERTED_MARK).exists():
+            return sum(tree.size_bytes for tree in read_manifest(folder).trees)
+        model = declared_model(folder)
+        with open_checkpoint(folder, num_hidden_layers=model.layers) as checkpoint:
+            return checkpoint.total_bytes()
+    except K26Error:
+        return 0
