@@ -21,6 +21,7 @@ VISION_PREFIXES = ("vision_tower.", "mm_projector.", "multi_modal_projector.")
 _LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
 _INV_FREQ = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 CONVERTED_MARK = "k26jax_manifest.json"  # its presence makes a folder a converted one
+JOURNAL = "k26jax_journal.jsonl"  # and this one, one that is not finished
 _MAX_CANDIDATES = 5000  # comparing with all 208,215 names of Kimi K2.6 takes 20 seconds
 
 
@@ -43,6 +44,11 @@ def open_checkpoint(
         from k26jax.checkpoint.converted import open_converted
 
         return open_converted(folder, num_hidden_layers=num_hidden_layers)
+    if (folder / JOURNAL).exists():
+        raise CheckpointError(
+            f"{folder} is an unfinished conversion; finish it with `k26jax convert SOURCE TARGET "
+            "--resume`"
+        )
     shards = list_shards(folder)
     originals = read_entries(shards)
     entries: dict[str, TensorEntry] = {}

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from k26jax.checkpoint.manifest import sync_folder, write_durably
+from k26jax.checkpoint.reader import JOURNAL
 from k26jax.errors import CapacityError, CheckpointError
 
-JOURNAL = "k26jax_journal.jsonl"
 _LOCK = "k26jax_lock"
 NOTES = (JOURNAL, _LOCK)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -128,8 +128,9 @@ def disk_errors(target: Path) -> Iterator[None]:
 
 
 def _refuse_target(source: Path, target: Path) -> None:
-    inside = target.resolve().is_relative_to(source.resolve())
-    if inside or source.resolve().is_relative_to(target.resolve()):
+    # Not Path.resolve, which has a RuntimeError for links that go round.
+    here, there = (Path(os.path.realpath(path)) for path in (source, target))
+    if there.is_relative_to(here) or here.is_relative_to(there):
         raise CheckpointError(
             f"{target} is the source {source} itself, lies in it or holds it; give another target"
         )
