@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -19,6 +20,7 @@ from k26jax.model.parameters import Declaration, Params, declarations, nest
 
 Progress = Callable[[int], None]
 
+_SEEKING_THREADS = 16  # a disk answers many small questions faster at once
 _SCANNED_BYTES = 1 << 20
 _SOUND = "download or convert it again"
 _HINT = "config.json and the weight files must belong to the same model"
@@ -84,6 +86,7 @@ def plan_load(checkpoint: Checkpoint, module: nnx.Module) -> Plan:
     # Published drafters have bare names; some exports put "model." in front of all of them.
     prefix = "model." if known and all(name.startswith("model.") for name in known) else ""
     plan: Plan = {}
+    shapes = _stated_shapes(checkpoint)
     used: set[str] = set()
     missing: list[str] = []
     for path, declaration in declarations(module).items():
@@ -94,7 +97,7 @@ def plan_load(checkpoint: Checkpoint, module: nnx.Module) -> Plan:
             if name not in known:
                 missing.append(name)
                 continue
-            used.update(_check(checkpoint, name, declaration))
+            used.update(_check(checkpoint, name, declaration, shapes))
             names.append((index, name))
         plan[path] = (declaration, names)
     _refuse_gaps(checkpoint, module, missing, sorted(known - used))
@@ -119,7 +122,16 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _check(checkpoint: Checkpoint, name: str, declaration: Declaration) -> Iterator[str]:
+def _stated_shapes(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Returns the `weight_shape` tensors, of eight bytes each and all over the files."""
+    names = [name for name in checkpoint.names() if name.endswith(".weight_shape")]
+    with ThreadPoolExecutor(_SEEKING_THREADS) as pool:
+        return dict(zip(names, pool.map(checkpoint.copy, names), strict=True))
+
+
+def _check(
+    checkpoint: Checkpoint, name: str, declaration: Declaration, shapes: dict[str, np.ndarray]
+) -> Iterator[str]:
     """Yields the tensor's name and its companions' after checking shape and dtype."""
     entry = checkpoint.entry(name)
     if entry.dtype not in declaration.source.published_dtypes:
@@ -146,8 +158,8 @@ def _check(checkpoint: Checkpoint, name: str, declaration: Declaration) -> Itera
         yield scale
     if name.endswith(".weight_packed"):
         stem = name.removesuffix("_packed")
-        if f"{stem}_shape" in checkpoint:
-            shape = checkpoint.read(f"{stem}_shape")
+        if f"{stem}_shape" in shapes:
+            shape = shapes[f"{stem}_shape"]
             scale = checkpoint.entry(f"{stem}_scale")
             stated = check_weight_shape(shape, tuple(entry.shape), tuple(scale.shape), name)
             # Groups of 32 fill whole words, so the packed width leaves no choice.
