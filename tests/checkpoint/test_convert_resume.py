@@ -76,9 +76,17 @@ def stop_after(monkeypatch, count: int) -> None:
 
 
 def kill_at_random(arguments, partial: Path, moments: random.Random, longest: float) -> int:
+    """Kills a conversion some time after it has begun to write; returns its exit code."""
+    journal = partial / JOURNAL
+
+    def inode() -> int | None:
+        return journal.stat().st_ino if journal.exists() else None
+
+    before = inode()
     process = start(*arguments)
-    while process.poll() is None and not (partial / JOURNAL).exists():
-        time.sleep(0.005)
+    # A run that resumes writes the journal anew.
+    while process.poll() is None and inode() == before:
+        time.sleep(0.002)
     time.sleep(moments.uniform(0, longest))
     process.kill()
     return finish(process)[0]
@@ -89,15 +97,16 @@ def kill_at_random(arguments, partial: Path, moments: random.Random, longest: fl
 )
 def test_101_a_killed_conversion_resumes_to_the_same_folder(kills, source, whole, tmp_path):
     target, moments = tmp_path / "target", random.Random(101)
-    partial, codes = partial_folder(target), []
+    partial, codes, depths = partial_folder(target), [], []
     for _ in range(kills):
-        if (target / MANIFEST).exists():
-            shutil.rmtree(target)
+        shutil.rmtree(target, ignore_errors=True)
         codes.append(kill_at_random([source, target, "--resume"], partial, moments, 0.6))
         if not (target / MANIFEST).exists():
-            with pytest.raises(CheckpointError):
+            with pytest.raises(CheckpointError, match="unfinished"):
                 open_checkpoint(partial)
+            depths.append(len((partial / JOURNAL).read_text().splitlines()))
     assert KILLED in codes
+    assert kills == 2 or len(set(depths)) >= 3  # the kills came at different depths
     code, errors = finish(start(source, target, "--resume"))
     assert code == 0, errors
     assert (target / MANIFEST).read_bytes() == whole
