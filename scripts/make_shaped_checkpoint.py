@@ -28,10 +28,13 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 when the folder is written, or its files are printed."""
-    from k26jax.checkpoint.shaped import shaped_shards, with_layers, write_shaped
+    from k26jax.checkpoint.models import with_layers
+    from k26jax.checkpoint.shaped import shaped_shards, write_shaped
 
     path = args.config / "config.json" if args.config.is_dir() else args.config
-    config = with_layers(read_json(path), args.layers)
+    config = read_json(path)
+    if args.layers is not None:
+        config = with_layers(config, args.layers)
     shards = shaped_shards(config)
     for shard in shards if args.dry_run else ():
         print(f"{shard.name} {len(shard.tensors):,} tensors {shard.file_bytes:,} bytes")

@@ -17,6 +17,7 @@ from k26jax.checkpoint.index import INDEX_NAME
 from k26jax.checkpoint.layout import cuts, plan_trees
 from k26jax.checkpoint.load import plan_load, read_as
 from k26jax.checkpoint.manifest import (
+    VERSION,
     ArrayRecord,
     Hash,
     Manifest,
@@ -28,7 +29,13 @@ from k26jax.checkpoint.manifest import (
     write_durably,
     write_manifest,
 )
-from k26jax.checkpoint.models import DeclaredModel, declared, declared_model, is_drafter
+from k26jax.checkpoint.models import (
+    DeclaredModel,
+    declared,
+    declared_model,
+    is_drafter,
+    with_layers,
+)
 from k26jax.checkpoint.place import reading_threads
 from k26jax.checkpoint.reader import CONVERTED_MARK, PREFIX, Checkpoint, open_checkpoint
 from k26jax.checkpoint.trees import Streamed, save_tree
@@ -124,12 +131,14 @@ def convert(
     *,
     resume: bool = False,
     progress: Progress | None = None,
+    on_kept: Progress = lambda size: None,
     on_tree: Callable[[str], None] = lambda name: None,
 ) -> Manifest:
     """Writes the converted folder and returns its manifest; the folder appears when it is whole.
 
     Args:
-      progress: called with bytes as they are written, those of an earlier run at once.
+      progress: called with bytes as they are written.
+      on_kept: called with the bytes that an earlier run has written.
       on_tree: called with each tree's name when it is finished.
 
     Raises: CheckpointError or CapacityError; unfinished work is then kept for `resume`.
@@ -138,9 +147,14 @@ def convert(
     report = progress or (lambda size: None)
     plan, target = conversion.manifest, conversion.target
     if resume and (finished := _finished(target, plan)):
-        report(conversion.total_bytes)
+        on_kept(conversion.total_bytes)
         return finished
-    request = {"options": plan.options, "source": plan.source, "files": plan.files}
+    request = {
+        "version": VERSION,
+        "options": plan.options,
+        "source": plan.source,
+        "files": plan.files,
+    }
     trees: list[TreeRecord] = []
     with (
         open_workspace(conversion.source, target, request, resume=resume) as space,
@@ -150,7 +164,7 @@ def convert(
         require_disk(target, left)
         for tree in plan.trees:
             if tree.name in space.done:
-                report(tree.size_bytes)
+                on_kept(tree.size_bytes)
             else:
                 hashed = _save(conversion.checkpoint, space.folder / tree.name, tree, pool, report)
                 space.finish_unit(tree.name, tree_to_json(hashed))
@@ -263,16 +277,14 @@ def _model(source: Path, options: ConvertOptions) -> tuple[bytes, DeclaredModel]
         return path.read_bytes() if path.is_file() else b"", declared_model(source)
     if is_drafter(source):
         raise ConfigError(f"{source} is a drafter, whose layers belong together; omit --layers")
-    data = read_json(path)
-    text = data.get("text_config") or data
     config = ModelConfig.from_folder(source)
     if not config.first_k_dense_replace <= options.layers <= config.num_hidden_layers:
         raise ConfigError(
             f"--layers {options.layers}: {source} has {config.num_hidden_layers} layers, the first "
             f"{config.first_k_dense_replace} of them dense; give a number between"
         )
-    text["num_hidden_layers"] = options.layers
     shorter = replace(config, num_hidden_layers=options.layers)
+    data = with_layers(read_json(path), options.layers)
     return json.dumps(data, indent=2).encode(), declared(shorter)
 
 

@@ -83,9 +83,17 @@ def plan_export(source: Path, target: Path) -> Export:
 
 
 def export(
-    plan: Export, *, resume: bool = False, progress: Callable[[int], None] | None = None
+    plan: Export,
+    *,
+    resume: bool = False,
+    progress: Callable[[int], None] | None = None,
+    on_kept: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Writes the published folder; it appears when it is whole.
+
+    Args:
+      progress: called with bytes as they are written.
+      on_kept: called with the bytes that an earlier run has written.
 
     Raises: CheckpointError or CapacityError; CheckpointError too if a tensor's bytes are not those
       of the manifest.
@@ -96,7 +104,7 @@ def export(
     with open_workspace(plan.source, plan.target, request, resume=resume) as space:
         left = [shard for shard in plan.shards if shard.name not in space.done]
         require_disk(plan.target, sum(shard.file_bytes for shard in left))
-        report(plan.total_bytes - sum(shard.file_bytes for shard in left))
+        on_kept(plan.total_bytes - sum(shard.file_bytes for shard in left))
         for shard in left:
             write_shard(space.folder, shard, lambda tensor: _values(plan, tensor, report))
             report(len(shard.header))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,13 @@ def declared(config: ModelConfig | DraftConfig, dtype: Any = jnp.float32) -> Dec
         return DeclaredModel(config, module, None)
     module = abstract(lambda rngs: Target(config, dtype=dtype, rngs=rngs))
     return DeclaredModel(config, module, config.num_hidden_layers)
+
+
+def with_layers(config_json: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Returns a target's config.json, parsed, for its first `layers` layers."""
+    data = copy.deepcopy(config_json)
+    text = data.get("text_config") or data
+    text["num_hidden_layers"] = layers
+    if text.get("mlp_layer_types") is not None:
+        text["mlp_layer_types"] = text["mlp_layer_types"][:layers]
+    return data

@@ -58,14 +58,6 @@ def shaped_shards(config_json: dict[str, Any]) -> list[Shard]:
     return plan_shards([group for group in groups.values() if group])
 
 
-def with_layers(config_json: dict[str, Any], layers: int | None) -> dict[str, Any]:
-    """Returns the configuration of the first `layers` layers."""
-    data = json.loads(json.dumps(config_json))
-    if layers is not None:
-        (data.get("text_config") or data)["num_hidden_layers"] = layers
-    return data
-
-
 def write_shaped(
     config_json: dict[str, Any],
     folder: Path,

@@ -79,7 +79,7 @@ def _convert(args: argparse.Namespace) -> int:
         f"{plan.total_bytes:,} bytes"
     )
     with ByteProgress("convert", plan.total_bytes) as bar:
-        convert(plan, resume=args.resume, progress=bar.advance)
+        convert(plan, resume=args.resume, progress=bar.advance, on_kept=bar.skip)
     _say_memory(plan.largest_bytes)
     say(f"done: {args.target}; check it with `k26jax verify {args.target}`")
     return 0
@@ -106,7 +106,7 @@ def _to_hf(args: argparse.Namespace) -> int:
         print("\n".join(_export_lines(plan)))
         return 0
     with ByteProgress("export", plan.total_bytes) as bar:
-        export(plan, resume=args.resume, progress=bar.advance)
+        export(plan, resume=args.resume, progress=bar.advance, on_kept=bar.skip)
     _say_memory(None)
     say(f"done: {args.target}, {len(plan.shards)} files")
     return 0

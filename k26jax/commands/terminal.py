@@ -98,7 +98,7 @@ class ByteProgress:
     """Bytes done, their rate and the time left: a bar on a terminal, else a line now and then."""
 
     def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done = what, total, 0
+        self._what, self._total, self._done, self._kept = what, total, 0, 0
         self._begun = self._said = time.perf_counter()
         self._bar: tqdm | None = None
 
@@ -115,6 +115,13 @@ class ByteProgress:
         if kind is None:
             say(f"{self._what}: {self.rate()}")
 
+    def skip(self, size: int) -> None:
+        """Counts bytes that an earlier run has done; they say nothing about the rate."""
+        self._kept += size
+        if self._bar is not None:
+            self._bar.total -= size
+            self._bar.refresh()
+
     def advance(self, size: int) -> None:
         """Counts bytes that are done."""
         self._done += size
@@ -122,7 +129,7 @@ class ByteProgress:
             self._bar.update(size)
         elif time.perf_counter() - self._said > _PLAIN_LINE_SECONDS:
             self._said = time.perf_counter()
-            left = (self._total - self._done) * self.seconds / max(self._done, 1)
+            left = (self._total - self._kept - self._done) * self.seconds / max(self._done, 1)
             say(f"{self._what}: {self.rate()}, {left:.0f} s left")
 
     @property
@@ -132,11 +139,11 @@ class ByteProgress:
 
     def rate(self) -> str:
         """Returns what is done, in how long, and how fast."""
-        done, total = self._done / 1e6, self._total / 1e6
-        amount = (
-            f"{done:,.1f} MB" if self._done == self._total else f"{done:,.1f} of {total:,.1f} MB"
-        )
-        return f"{amount} in {self.seconds:.1f} s, {done / max(self.seconds, 1e-9):,.0f} MB/s"
+        to_do = self._total - self._kept
+        of = "" if self._done == to_do else f"of {to_do / 1e6:,.1f} "
+        kept = f" (and {self._kept / 1e6:,.1f} MB of an earlier run)" if self._kept else ""
+        done, seconds = self._done / 1e6, max(self.seconds, 1e-9)
+        return f"{done:,.1f} {of}MB in {seconds:.1f} s, {done / seconds:,.0f} MB/s{kept}"
 
 
 def peak_host_bytes() -> int | None:

@@ -53,6 +53,10 @@ def test_what_a_conversion_says(tmp_path, capsys):
     assert re.search(r"convert: [\d.,]+ MB in [\d.]+ s, [\d,]+ MB/s", errors)
     assert re.search(r"peak host memory \d+\.\d+ GB", errors)
     assert "k26jax verify" in errors
+    # What an earlier run has done says nothing about the rate.
+    assert main(["convert", str(PAIR[1]), str(tmp_path / "drafter"), "--resume"]) == 0
+    errors = capsys.readouterr().err
+    assert re.search(r"convert: 0.0 MB in .* 0 MB/s \(and [\d.]+ MB of an earlier run\)", errors)
     assert main(["verify", str(tmp_path / "drafter"), "--against", str(PAIR[1])]) == 0
     assert main(["inspect", str(tmp_path / "drafter")]) == 0
     assert "drafter" in capsys.readouterr().out

@@ -7,15 +7,17 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from config.published import k2_instruct, k26
+from config.published import glm_47_flash, k2_instruct, k26
 from fixtures.converted import golden_folders, load
 from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
 from k26jax.checkpoint.index import read_header
+from k26jax.checkpoint.models import with_layers
 from k26jax.checkpoint.published import Shard, TensorSpec, plan_shards, write_shard
-from k26jax.checkpoint.shaped import shaped_shards, with_layers, write_shaped
+from k26jax.checkpoint.shaped import shaped_shards, write_shaped
 from k26jax.checkpoint.verify import verify
+from k26jax.config import ModelConfig
 from k26jax.errors import CapacityError, CheckpointError
 
 VISION_BYTES = 108_556_344 + 833_769_904
@@ -102,6 +104,12 @@ def test_seeds_and_layers(golden_dir, tmp_path):
     # Two tensors of one shape are not the same numbers.
     values = [v.tobytes() for f in files[0] for v in load_file(f).values() if v.ndim == 2]
     assert len(set(values)) == len(values)
+
+
+def test_layers_that_a_configuration_lists_one_by_one_are_cut_too():
+    config = ModelConfig.from_dict(with_layers(glm_47_flash(), 3))
+    assert (config.num_hidden_layers, config.dense_layer_ids) == (3, (0,))
+    assert glm_47_flash()["num_hidden_layers"] == 47
 
 
 def test_fp8_models_get_fp8_weights_and_block_scales(tmp_path):
