@@ -37,7 +37,7 @@ class RequestError(K26Error):
 
 
 class CapacityError(K26Error):
-    """The model, its cache or a request does not fit in the memory or context there is."""
+    """The model, its cache, a request or a folder does not fit in the memory, context or disk."""
 
     exit_code = 4
 

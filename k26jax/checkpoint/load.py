@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
 
 from k26jax.checkpoint.fp8 import dequantize_fp8_blocks
 from k26jax.checkpoint.int4 import check_weight_shape
+from k26jax.checkpoint.place import ShardingFor, on_one_device, place_parameter, reading_threads
 from k26jax.checkpoint.reader import Checkpoint
 from k26jax.config.quantization import FP8_BLOCK
 from k26jax.errors import CheckpointError
@@ -21,6 +20,9 @@ from k26jax.model.parameters import Declaration, Params, declarations, nest
 
 Progress = Callable[[int], None]
 
+_SEEKING_THREADS = 16  # a disk answers many small questions faster at once
+_SCANNED_BYTES = 1 << 20
+_SOUND = "download or convert it again"
 _HINT = "config.json and the weight files must belong to the same model"
 
 
@@ -28,63 +30,48 @@ def load_params(
     checkpoint: Checkpoint,
     module: nnx.Module,
     *,
+    sharding_for: ShardingFor = on_one_device,
     progress: Progress | None = None,
-    places: Mapping[str, Sharding] | None = None,
 ) -> Params:
-    """Returns the parameters of an abstract module, on the default device or in their places.
+    """Returns the parameters of an abstract module on their devices.
 
     Every name, shape and dtype is checked before the first weight is read. Float tensors are
     converted to the declared dtype; FP8 blocks are dequantized to bfloat16 first; INT4 words stay.
 
     Args:
+      sharding_for: called with a parameter's logical axes; any sharding that leaves the layer axis
+        whole, over any devices. Default: all on the default device.
       progress: called with the bytes of each tensor read.
-      places: by parameter path, where its parts go; this process reads what its devices hold.
 
-    Raises: CheckpointError naming every kind of missing, leftover or ill-formed tensor.
-    Cost: host memory for the largest stack, or for the largest part that a device holds.
+    Raises: CheckpointError naming every kind of missing, leftover or ill-formed tensor, or a small
+      one that holds NaN or infinity.
+    Cost: host memory for the local parts of one layer's largest parameter, or of `BLOCK_BYTES`.
     """
     plan = plan_load(checkpoint, module)
     loaded = {}
-    for path, (declaration, names) in plan.items():
-        if places is not None:
-            loaded[path] = _read_parts(checkpoint, declaration, names, places[path], progress)
-            continue
-        host = np.empty(declaration.shape, declaration.dtype)
-        for index, name in names:
-            host[index] = _read(checkpoint, name, declaration)
-            if progress:
-                progress(_stored_bytes(checkpoint, name))
-        loaded[path] = jnp.asarray(host)
+    with reading_threads() as pool:
+        for path, (declaration, names) in plan.items():
+
+            def read(
+                name: str, region: tuple[slice, ...], declaration: Declaration = declaration
+            ) -> np.ndarray:
+                shape = declaration.shape[-_rank(declaration) :]
+                values = read_as(checkpoint, name, declaration.dtype, region, shape)
+                # Norms, biases and scales, whose faults spread furthest and cost least to see.
+                fault = value_fault(name, values) if values.nbytes <= _SCANNED_BYTES else None
+                if fault:
+                    raise CheckpointError(f"{checkpoint.folder}: {fault}; {_SOUND}")
+                return values
+
+            loaded[path] = place_parameter(
+                declaration,
+                names,
+                read,
+                sharding_for(declaration.axes),
+                pool,
+                on_read=lambda name: progress and progress(_stored_bytes(checkpoint, name)),
+            )
     return nest(loaded)
-
-
-def _read_parts(
-    checkpoint: Checkpoint,
-    declaration: Declaration,
-    names: list[tuple[tuple[int, ...], str]],
-    place: Sharding,
-    progress: Progress | None,
-) -> jax.Array:
-    """Returns a stack in its place; a part that several devices hold is read once."""
-    shape = declaration.shape
-    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, cut in place.addressable_devices_indices_map(shape).items():
-        bounds = tuple(part.indices(size)[:2] for part, size in zip(cut or (), shape, strict=True))
-        holders.setdefault(bounds, []).append(device)
-    parts = []
-    for number, (bounds, devices) in enumerate(holders.items()):
-        host = np.empty([stop - start for start, stop in bounds], declaration.dtype)
-        for index, name in names:
-            lead, rest = bounds[: len(index)], bounds[len(index) :]
-            if all(start <= i < stop for i, (start, stop) in zip(index, lead, strict=True)):
-                at = tuple(i - start for i, (start, _) in zip(index, lead, strict=True))
-                tensor = _read(checkpoint, name, declaration)
-                host[at] = tensor[tuple(slice(*part) for part in rest)]
-            if progress:
-                size, count = _stored_bytes(checkpoint, name), len(holders)
-                progress(size * (number + 1) // count - size * number // count)
-        parts += [jax.device_put(host, device) for device in devices]
-    return jax.make_array_from_single_device_arrays(shape, place, parts)
 
 
 Plan = dict[str, tuple[Declaration, list[tuple[tuple[int, ...], str]]]]
@@ -99,6 +86,7 @@ def plan_load(checkpoint: Checkpoint, module: nnx.Module) -> Plan:
     # Published drafters have bare names; some exports put "model." in front of all of them.
     prefix = "model." if known and all(name.startswith("model.") for name in known) else ""
     plan: Plan = {}
+    shapes = _stated_shapes(checkpoint)
     used: set[str] = set()
     missing: list[str] = []
     for path, declaration in declarations(module).items():
@@ -109,7 +97,7 @@ def plan_load(checkpoint: Checkpoint, module: nnx.Module) -> Plan:
             if name not in known:
                 missing.append(name)
                 continue
-            used.update(_check(checkpoint, name, declaration))
+            used.update(_check(checkpoint, name, declaration, shapes))
             names.append((index, name))
         plan[path] = (declaration, names)
     _refuse_gaps(checkpoint, module, missing, sorted(known - used))
@@ -134,7 +122,16 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _check(checkpoint: Checkpoint, name: str, declaration: Declaration) -> Iterator[str]:
+def _stated_shapes(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Returns the `weight_shape` tensors, of eight bytes each and all over the files."""
+    names = [name for name in checkpoint.names() if name.endswith(".weight_shape")]
+    with ThreadPoolExecutor(_SEEKING_THREADS) as pool:
+        return dict(zip(names, pool.map(checkpoint.copy, names), strict=True))
+
+
+def _check(
+    checkpoint: Checkpoint, name: str, declaration: Declaration, shapes: dict[str, np.ndarray]
+) -> Iterator[str]:
     """Yields the tensor's name and its companions' after checking shape and dtype."""
     entry = checkpoint.entry(name)
     if entry.dtype not in declaration.source.published_dtypes:
@@ -161,8 +158,8 @@ def _check(checkpoint: Checkpoint, name: str, declaration: Declaration) -> Itera
         yield scale
     if name.endswith(".weight_packed"):
         stem = name.removesuffix("_packed")
-        if f"{stem}_shape" in checkpoint:
-            shape = checkpoint.read(f"{stem}_shape")
+        if f"{stem}_shape" in shapes:
+            shape = shapes[f"{stem}_shape"]
             scale = checkpoint.entry(f"{stem}_scale")
             stated = check_weight_shape(shape, tuple(entry.shape), tuple(scale.shape), name)
             # Groups of 32 fill whole words, so the packed width leaves no choice.
@@ -174,11 +171,37 @@ def _check(checkpoint: Checkpoint, name: str, declaration: Declaration) -> Itera
             yield f"{stem}_shape"
 
 
-def _read(checkpoint: Checkpoint, name: str, declaration: Declaration) -> np.ndarray:
-    tensor = checkpoint.read(name)
-    if tensor.dtype == ml_dtypes.float8_e4m3fn:
-        tensor = dequantize_fp8_blocks(tensor, checkpoint.read(f"{name}_scale_inv"))
-    return _cast(tensor, declaration.dtype).reshape(declaration.shape[-_rank(declaration) :])
+def read_as(
+    checkpoint: Checkpoint,
+    name: str,
+    dtype: Any,
+    region: tuple[slice, ...] | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> np.ndarray:
+    """Returns a region of a tensor in a dtype, FP8 blocks dequantized to bfloat16 on the way.
+
+    Args:
+      shape: to see the tensor in; default: its own.
+    """
+    if checkpoint.entry(name).dtype != "F8_E4M3":
+        return _cast(checkpoint.copy(name, region, shape), dtype)
+    # Blocks run over the edges of regions, and such tensors are small beside a layer.
+    scales = checkpoint.copy(f"{name}_scale_inv")
+    tensor = dequantize_fp8_blocks(checkpoint.copy(name), scales, name=name)
+    tensor = tensor if shape is None else tensor.reshape(shape)
+    return _cast(tensor[region or ()], dtype)
+
+
+def value_fault(name: str, values: np.ndarray) -> str | None:
+    """Returns what is wrong with a tensor's values: NaN or infinity; None for integers."""
+    if values.dtype == ml_dtypes.bfloat16:
+        # All bits of the exponent set: far cheaper to see than a conversion.
+        bad = int(np.count_nonzero((values.view(np.uint16) & 0x7F80) == 0x7F80))
+    elif values.dtype.kind == "f":
+        bad = int(np.count_nonzero(~np.isfinite(values)))
+    else:
+        return None
+    return f"tensor {name!r} holds {bad} values that are NaN or infinite" if bad else None
 
 
 def _rank(declaration: Declaration) -> int:

@@ -8,16 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-from flax import nnx
-
 from k26jax.checkpoint.load import plan_load
+from k26jax.checkpoint.models import DeclaredModel, declared_model
 from k26jax.checkpoint.reader import Checkpoint, open_checkpoint
-from k26jax.config import DraftConfig, ModelConfig, read_json
+from k26jax.config import DraftConfig, ModelConfig
 from k26jax.errors import K26Error
-from k26jax.model.drafter import Drafter
-from k26jax.model.parameters import abstract
-from k26jax.model.target import Target
 
 # (part of a tensor's name, component), first match wins.
 _COMPONENTS = (
@@ -84,25 +79,22 @@ def summarize(folder: str | Path) -> Summary:
     folder = Path(folder)
     summary = Summary(str(folder))
     try:
-        module, layers = _read_config(folder, summary)
-        with open_checkpoint(folder, num_hidden_layers=layers) as checkpoint:
+        model = declared_model(folder)
+        _describe(model, summary)
+        with open_checkpoint(folder, num_hidden_layers=model.layers) as checkpoint:
             _count(checkpoint, summary)
-            plan_load(checkpoint, module)
+            plan_load(checkpoint, model.module)
     except K26Error as error:
         summary.fault = str(error)
     return summary
 
 
-def _read_config(folder: Path, summary: Summary) -> tuple[nnx.Module, int | None]:
-    """Returns the abstract model and its number of layers, None for a drafter."""
-    if read_json(folder / "config.json").get("architectures") == ["DFlashDraftModel"]:
-        draft = DraftConfig.from_folder(folder)
-        summary.kind, summary.facts = "drafter", _draft_facts(draft)
-        return abstract(lambda rngs: Drafter(draft, dtype=jnp.float32, rngs=rngs)), None
-    model = ModelConfig.from_folder(folder)
-    summary.kind, summary.facts = "target", _model_facts(model)
-    module = abstract(lambda rngs: Target(model, dtype=jnp.float32, rngs=rngs))
-    return module, model.num_hidden_layers
+def _describe(model: DeclaredModel, summary: Summary) -> None:
+    config = model.config
+    summary.kind = model.kind
+    summary.facts = (
+        _model_facts(config) if isinstance(config, ModelConfig) else _draft_facts(config)
+    )
 
 
 def _count(checkpoint: Checkpoint, summary: Summary) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -91,3 +92,65 @@ class Startup:
     def _begin(self, phase: str) -> None:
         self._phase = phase
         self._phase_begun = self._said = time.perf_counter()
+
+
+class ByteProgress:
+    """Bytes done, their rate and the time left: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done, self._kept = what, total, 0, 0
+        self._begun = self._said = time.perf_counter()
+        self._bar: tqdm | None = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            self._bar = tqdm(
+                total=self._total, desc=self._what, unit="B", unit_scale=True, leave=False
+            )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if kind is None:
+            say(f"{self._what}: {self.rate()}")
+
+    def skip(self, size: int) -> None:
+        """Counts bytes that an earlier run has done; they say nothing about the rate."""
+        self._kept += size
+        if self._bar is not None:
+            self._bar.total -= size
+            self._bar.refresh()
+
+    def advance(self, size: int) -> None:
+        """Counts bytes that are done."""
+        self._done += size
+        if self._bar is not None:
+            self._bar.update(size)
+        elif time.perf_counter() - self._said > _PLAIN_LINE_SECONDS:
+            self._said = time.perf_counter()
+            left = (self._total - self._kept - self._done) * self.seconds / max(self._done, 1)
+            say(f"{self._what}: {self.rate()}, {left:.0f} s left")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._begun
+
+    def rate(self) -> str:
+        """Returns what is done, in how long, and how fast."""
+        to_do = self._total - self._kept
+        of = "" if self._done == to_do else f"of {to_do / 1e6:,.1f} "
+        kept = f" (and {self._kept / 1e6:,.1f} MB of an earlier run)" if self._kept else ""
+        done, seconds = self._done / 1e6, max(self.seconds, 1e-9)
+        return f"{done:,.1f} {of}MB in {seconds:.1f} s, {done / seconds:,.0f} MB/s{kept}"
+
+
+def peak_host_bytes() -> int | None:
+    """Returns the most memory this process has held so far; None where Linux does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    peak = next((line for line in lines if line.startswith("VmHWM:")), None)
+    return None if peak is None else int(peak.split()[1]) << 10

@@ -230,7 +230,7 @@ def without_drafter(loaded: Loaded) -> Loaded:
 
 def _load_arrays(folder: Path, prepared: Prepared, what: str, progress: Progress | None) -> Params:
     module = getattr(prepared.models, what)
-    places = prepared.placement and prepared.placement.shardings(what)
+    where = {"sharding_for": prepared.placement.sharding_for(what)} if prepared.placement else {}
     layers = module.config.num_hidden_layers if what == "target" else None
     with open_checkpoint(folder, num_hidden_layers=layers) as checkpoint:
         total, done = checkpoint.total_bytes(), 0
@@ -241,7 +241,7 @@ def _load_arrays(folder: Path, prepared: Prepared, what: str, progress: Progress
             if progress:
                 progress(what, done, total)
 
-        return load_params(checkpoint, module, progress=advance, places=places)
+        return load_params(checkpoint, module, progress=advance, **where)
 
 
 def _tp_size(config: EngineConfig, cluster: Cluster | None) -> int:

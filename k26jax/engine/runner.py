@@ -26,9 +26,12 @@ _SMALL_CHUNK = 32
 
 # Left to itself XLA skips a rounding between operations it fuses, so a prefill that also gives the
 # drafter its features would leave other bits in the cache than one that does not.
-_OPTIONS: dict[str, str | bool | int] = {"xla_allow_excess_precision": False}
+_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
 # On a GPU XLA picks its products by timing them, so two starts could pick two orders of a sum.
-_GPU_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+_GPU_OPTIONS: dict[str, Any] = {
+    "xla_gpu_autotune_level": "0",
+    "xla_gpu_enable_triton_gemm": False,
+}
 
 
 class Runner:
@@ -248,7 +251,7 @@ class Runner:
         )
 
 
-def _options() -> dict[str, str | bool | int]:
+def _options() -> dict[str, Any]:
     return _OPTIONS | (_GPU_OPTIONS if jax.default_backend() == "gpu" else {})
 
 
