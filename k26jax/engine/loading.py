@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from k26jax.checkpoint.load import load_params
 from k26jax.checkpoint.reader import open_checkpoint
 from k26jax.config import Algorithm, DraftConfig, EngineConfig, ModelConfig, Quantization
+from k26jax.engine import arranging
 from k26jax.engine.compile_cache import keep_compiled_programs
 from k26jax.engine.memory import require_memory, tree_bytes
 from k26jax.engine.placement import Placement, place
@@ -22,7 +23,7 @@ from k26jax.engine.request import Request, SamplingParams, make_request, token_i
 from k26jax.errors import CapacityError, KernelError, TokenizerError
 from k26jax.model.drafter import Drafter
 from k26jax.model.parameters import Params, abstract, arrays
-from k26jax.model.target import Target, arranged, arrangement
+from k26jax.model.target import Target
 from k26jax.pallas.gpu import architecture
 from k26jax.sharding.distributed import Cluster, join_cluster
 from k26jax.sharding.mesh import make_mesh
@@ -192,22 +193,28 @@ def load(prepared: Prepared, progress: Progress | None = None) -> Loaded:
     Raises: CheckpointError or CapacityError, before any weight is read where the fault can be
       seen in the files' headers.
     """
-    config, models, placement = prepared.config, prepared.models, prepared.placement
-    prepared.require_memory(weights=prepared.weight_bytes())
+    config, models = prepared.config, prepared.models
+    turns = []
+    if prepared.plan.kernels == "pallas":
+        turns = list(arranging.turns(models.target, prepared.placement))
+    weights = prepared.weight_bytes()
+    prepared.require_memory(weights=weights)
+    if turns:
+        # Before there is a cache.
+        twice = max(turn.new_bytes for turn in turns)
+        prepared.require_memory(
+            has_cache=True, weights=weights, **{"experts in a second layout": twice}
+        )
     keep_compiled_programs(config.compile_cache_dir)
     params = {}
     if models.drafter:
         folder = Path(str(config.speculative_draft_model_path))
         params["drafter"] = _load_arrays(folder, prepared, "drafter", progress)
     params["target"] = _load_arrays(Path(config.model_path), prepared, "target", progress)
-    if prepared.plan.kernels == "pallas" and models.target.config.moe_layer_ids:
-        if placement is None:
-            target, params["target"] = arranged(models.target, params["target"])
-        else:
-            target, arrange = arrangement(models.target)
-            placement, program = placement.arrange(target, arrange)
-            params["target"] = jax.jit(program, donate_argnums=0)(params["target"])
-        prepared = replace(prepared, models=Models(target, models.drafter), placement=placement)
+    for turn in turns:
+        params["target"] = arranging.run(turn, params["target"])
+        models = Models(turn.target, models.drafter)
+        prepared = replace(prepared, models=models, placement=turn.placement)
     return Loaded(**vars(prepared), params=params)
 
 

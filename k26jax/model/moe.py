@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from k26jax.pallas.int4_moe import (
     Shared,
     TiledExperts,
     Tiles,
-    arrange,
+    arrange_product,
     expert_columns,
     experts,
     tiled_experts,
@@ -62,24 +63,29 @@ class ExpertProjection(nnx.Module):
         return ExpertWeights(self.weight_packed[...], self.weight_scale[...])
 
 
+# The two products of an expert, and the projections that each of them multiplies by.
+PRODUCTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+
+
 class TiledProjections(nnx.Module):
     """The experts in the kernel's layout, made on the device from the published one."""
 
-    def __init__(self, tiles: TiledExperts):
-        up = ("layer", "expert", "ffn_tile", "step")
-        down = ("layer", "expert", "tile", "ffn_step")
-        words, scales = ("column", "lane"), ("half", "column")
-        self.gate_up_words = nnx.Param(tiles.gate_up.words, axes=up + words)
-        self.gate_up_scales = nnx.Param(tiles.gate_up.scales, axes=up + scales)
-        self.down_words = nnx.Param(tiles.down.words, axes=down + words)
-        self.down_scales = nnx.Param(tiles.down.scales, axes=down + scales)
+    def hold(self, product: str, tiles: Tiles) -> None:
+        """Takes the tiles of one of `PRODUCTS`."""
+        tile, step = ("ffn_tile", "step") if product == "gate_up" else ("tile", "ffn_step")
+        axes = ("layer", "expert", tile, step)
+        words = nnx.Param(tiles.words, axes=(*axes, "column", "lane"))
+        scales = nnx.Param(tiles.scales, axes=(*axes, "half", "column"))
+        setattr(self, f"{product}_words", words)
+        setattr(self, f"{product}_scales", scales)
 
     def tiles(self) -> TiledExperts:
         """Returns the whole stacks, for the kernel to index."""
-        return TiledExperts(
-            Tiles(self.gate_up_words[...], self.gate_up_scales[...]),
-            Tiles(self.down_words[...], self.down_scales[...]),
-        )
+        return TiledExperts(*(self._held(product) for product in PRODUCTS))
+
+    def _held(self, product: str) -> Tiles:
+        words, scales = (getattr(self, f"{product}_{what}") for what in ("words", "scales"))
+        return Tiles(words[...], scales[...])
 
 
 class MoE(nnx.Module):
@@ -117,17 +123,21 @@ class MoE(nnx.Module):
                 **kinds,
             )
 
-    def arrange(self) -> None:
+    def arrange(self, products: Iterable[str] = PRODUCTS) -> None:
         """Replaces the INT4 experts by the kernel's layout of them; costs both for a moment.
+
+        Args:
+          products: which of them to replace now. The kernel runs once all are.
 
         Raises: KernelError if the experts have no such layout.
         """
-        names = ("gate_proj", "up_proj", "down_proj")
-        gate, up, down = (getattr(self, name).stack() for name in names)
-        tiles = arrange(gate, up, down, expert_columns())
-        for name in names:
-            delattr(self, name)
-        self.experts = TiledProjections(tiles)
+        if not hasattr(self, "experts"):
+            self.experts = TiledProjections()
+        for product in products:
+            stacks = {name: getattr(self, name).stack() for name in PRODUCTS[product]}
+            self.experts.hold(product, arrange_product(stacks, expert_columns()))
+            for name in stacks:
+                delattr(self, name)
 
     def routing(self, row: int, x: jax.Array, kernels: str) -> tuple[jax.Array, jax.Array]:
         """Returns topk_ids and topk_weights [n, k] for rows x [n, d], in float32 throughout."""

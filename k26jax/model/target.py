@@ -1,6 +1,6 @@
 """The target model: embedding, decoder layers, head; over a latent cache or without one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from k26jax.config import ModelConfig
 from k26jax.model.layers import flat
 from k26jax.model.mla import MLA, Context
 from k26jax.model.mlp import SwiGLU
-from k26jax.model.moe import MoE
+from k26jax.model.moe import PRODUCTS, MoE
 from k26jax.model.parameters import Params, Source, arrays, bind, declare, ones
 from k26jax.pallas.dense import dense
 from k26jax.pallas.norm import add_rms_norm, rms_norm
@@ -40,30 +40,23 @@ class Rows:
     features: Float[Array, "b t features"]
 
 
-def arrangement(module: "Target") -> tuple["Target", Callable[[Params], Params]]:
-    """Returns the (abstract) target with the experts in the kernel's layout, and what makes it.
+def arrangement(
+    module: "Target", products: Iterable[str] = PRODUCTS
+) -> tuple["Target", Callable[[Params], Params]]:
+    """Returns the (abstract) target with experts in the kernel's layout, and what makes it.
+
+    Args:
+      products: those of the experts' products to lay out.
 
     Raises: KernelError if the experts have no such layout.
     """
 
     def arrange(params: Params) -> Target:
         target = bind(module, params)
-        target.moe.arrange()
+        target.moe.arrange(products)
         return target
 
     return nnx.eval_shape(arrange, arrays(module)), lambda params: arrays(arrange(params))
-
-
-def arranged(module: "Target", params: Params) -> tuple["Target", Params]:
-    """Returns the (abstract) target and its parameters with the experts in the kernel's layout.
-
-    Donates: params. Both layouts exist for a moment.
-    Raises: KernelError if the experts have no such layout.
-    """
-    if not module.config.moe_layer_ids:
-        return module, params
-    target, arrange = arrangement(module)
-    return target, jax.jit(arrange, donate_argnums=0)(params)
 
 
 class Target(nnx.Module):

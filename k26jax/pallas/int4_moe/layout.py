@@ -5,6 +5,7 @@ plane of words holds exactly one scale group, and neighbouring inputs stand in n
 as the matrix unit wants them. The scales of planes 0 and 1, and of 2 and 3, share an int32.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -55,22 +56,30 @@ def arrange(
     Raises: KernelError if an inner width is no multiple of the group size.
     Cost: reads and writes the weights once, a layer at a time.
     """
-    for name, part in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+    gate_up = arrange_product({"gate_proj": gate, "up_proj": up}, columns)
+    return TiledExperts(gate_up, arrange_product({"down_proj": down}, columns))
+
+
+def arrange_product(projections: Mapping[str, ExpertWeights], columns: int) -> Tiles:
+    """Returns the kernel's layout of the projections of one product, one above the other.
+
+    Raises, Cost: as `arrange`.
+    """
+    for name, part in projections.items():
         if part.scales is None or part.values.shape[-1] * 8 % GROUP_SIZE:
             raise KernelError(
                 f"{name} of the routed experts is not in INT4 groups of {GROUP_SIZE} whole inputs; "
                 "the kernel has no layout for it; use kernels='reference'"
             )
-    return TiledExperts(_tiled((gate, up), columns), _tiled((down,), columns))
 
-
-def _tiled(parts: tuple[ExpertWeights, ...], columns: int) -> Tiles:
     def one_layer(part: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         packed = jnp.concatenate([words for words, _ in part], axis=1)
         scales = jnp.concatenate([scales for _, scales in part], axis=1)
         return _words(packed, columns), _scale_pairs(scales, columns)
 
-    return Tiles(*lax.map(one_layer, tuple((part.values, part.scales) for part in parts)))
+    return Tiles(
+        *lax.map(one_layer, tuple((part.values, part.scales) for part in projections.values()))
+    )
 
 
 def _words(packed: Int32[Array, "e o words"], columns: int) -> jax.Array:
