@@ -155,6 +155,21 @@ def test_a_row_of_the_shared_expert_does_not_know_of_the_others():
         np.testing.assert_array_equal(alone[0], together[row])
 
 
+def test_a_ranks_part_of_the_shared_expert_is_not_rounded():
+    """In bfloat16 with a float32 result, which is summed over ranks before it is rounded."""
+    case = SMALL_CASES[1]
+    inputs = routing(case, case.tokens)
+    shared, _ = shared_of(case, case.tokens, 64)
+    shared = shared._replace(down=shared.down.astype(jnp.bfloat16))
+    part = run(case, *inputs, shared=shared) - run(case, *inputs)
+    exact = add_shared(
+        jnp.zeros(part.shape), shared, layer=LAYER, kind=jnp.bfloat16, is_whole=False
+    )
+    np.testing.assert_allclose(part, exact, rtol=0, atol=1e-5)
+    rounded = np.asarray(exact.astype(jnp.bfloat16), np.float32)
+    assert np.abs(part - rounded).max() > 1e-3
+
+
 @pytest.mark.parametrize("case", SMALL_CASES[:3], ids=lambda case: case.name)
 def test_the_layout_holds_every_weight_once(case):
     """Each tile's plane, decoded in place, is the weight the canonical words hold there."""

@@ -37,7 +37,7 @@ def experts(
 
     Args:
       shared: the shared expert, added last.
-      dtype: of the result.
+      dtype: of the result; another one than x's is for one rank's part of it.
       differentiable: run every expert on every row, for training and as the plainest reference.
 
     Raises: KernelError if `kernels` names an implementation that does not exist.
@@ -47,5 +47,6 @@ def experts(
     else:
         routed = select("int4_moe", IMPLEMENTATIONS, kernels)(x, *args, layer=layer)
     if shared is not None:
-        routed = reference.add_shared(routed, shared, layer=layer, kind=x.dtype)
+        is_whole = jnp.dtype(dtype) == x.dtype
+        routed = reference.add_shared(routed, shared, layer=layer, kind=x.dtype, is_whole=is_whole)
     return routed.astype(dtype)

@@ -98,7 +98,8 @@ def combine(
 
     Args:
       shared: the shared expert's rows behind SwiGLU and its down projections; its product is
-        rounded to their dtype and added last.
+        added last, rounded first if the result has its rows' dtype: a float32 result is one rank's
+        part, and is rounded with the others'.
       like: shape and dtype of the result.
     """
     cut = tile_of("int4_moe_combine")
@@ -133,7 +134,9 @@ def _combine(layer: Any, parts: Any, ids: Any, *refs: Any, n_experts: int, cut: 
     if shared:
         inner, down = shared
         product = _down(inner, down, layer[0], token, column, row_exists, column_exists, cut)
-        value = value + product.astype(inner.dtype).astype(jnp.float32)
+        if out.dtype == inner.dtype:
+            product = product.astype(inner.dtype).astype(jnp.float32)
+        value = value + product
     mask = row_exists[:, None] & column_exists[None, :]
     plt.store(out.at[token[:, None], column[None, :]], value.astype(out.dtype), mask=mask)
 

@@ -94,16 +94,24 @@ def experts(
 
 
 def add_shared(
-    routed: Float32[Array, "t d"], shared: Shared, *, layer: int, kind: DTypeLike
+    routed: Float32[Array, "t d"],
+    shared: Shared,
+    *,
+    layer: int,
+    kind: DTypeLike,
+    is_whole: bool = True,
 ) -> Float32[Array, "t d"]:
     """Returns the routed experts' sum plus the shared expert's output.
 
     Its products are rounded to `kind`, and so is what SwiGLU gives; the sum is not.
+
+    Args:
+      is_whole: False: this is one rank's part of the output, and stays in float32.
     """
     gate, up = (total(part).astype(kind).astype(jnp.float32) for part in shared[:2])
     inner = (jax.nn.silu(gate) * up).astype(kind)
-    out = contract("tf,df->td", inner, shared.down[layer].astype(kind)).astype(kind)
-    return routed + out.astype(jnp.float32)
+    out = contract("tf,df->td", inner, shared.down[layer].astype(kind))
+    return routed + (out.astype(kind).astype(jnp.float32) if is_whole else out)
 
 
 def dense(
