@@ -10,12 +10,14 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import jax
@@ -183,15 +185,20 @@ class Cluster:
 
     @contextlib.contextmanager
     def call(self, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Tells the others to make a call; the block is this process's own part of it."""
+        """Tells the others to make a call; the block is this process's own part of it.
+
+        An interrupt waits for the end of the block, as the others would wait for a part that was
+        told and never began; a second one does not wait.
+        """
         message = json.dumps({"name": name, "arguments": arguments})
-        self._calls += 1
-        self._client.key_value_set(f"{_CALLS}{self._calls}", message)
-        if self._calls > _KEPT_CALLS:
-            # A process that far behind would have been missed long ago.
-            self._client.key_value_delete(f"{_CALLS}{self._calls - _KEPT_CALLS}")
-        with self.working(name):
-            yield
+        with _interrupts_wait():
+            self._calls += 1
+            self._client.key_value_set(f"{_CALLS}{self._calls}", message)
+            if self._calls > _KEPT_CALLS:
+                # A process that far behind would have been missed long ago.
+                self._client.key_value_delete(f"{_CALLS}{self._calls - _KEPT_CALLS}")
+            with self.working(name):
+                yield
 
     def hear(self) -> tuple[str, dict[str, Any]]:
         """Returns name and arguments of the next call that process 0 makes, however long it takes.
@@ -303,6 +310,29 @@ class Cluster:
             return
         print(f"k26jax: {verdict}", file=sys.stderr, flush=True)
         os._exit(ClusterError.exit_code)
+
+
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Holds the first Ctrl-C back until the block has ended; other threads never get one."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if caught:
+            handler(number, frame)
+        caught.append((number, frame))
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if caught:
+        handler(*caught[0])
 
 
 # Calls that compile, which may take minutes and differs from host to host.

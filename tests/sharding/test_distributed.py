@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -205,3 +206,16 @@ def test_a_coordinator_that_is_not_there(address, mention):
     assert ended.returncode == 1
     assert re.search(mention, ended.stderr)
     assert "stack trace" not in ended.stderr
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_interrupt_waits_for_the_call_that_the_others_were_told(count):
+    """Told and not begun, it would leave them in a program that never ends."""
+    cluster, ended = Cluster(Store(), 0, 1, timeout=5), []
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), cluster.call("run", {}):  # noqa: PT012
+        for _ in range(count):
+            signal.raise_signal(signal.SIGINT)
+        ended.append("run")
+    assert ended == ["run"][: 2 - count]
+    assert signal.getsignal(signal.SIGINT) is handler
