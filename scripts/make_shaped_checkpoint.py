@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a config.json, or its folder")
     parser.add_argument("target", type=Path, metavar="TARGET")
     parser.add_argument("--layers", type=int, metavar="N", help="write the first N layers only")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="(default: 0)")
     parser.add_argument("--dry-run", action="store_true", help="print the files, write nothing")
     parser.set_defaults(run=run)
     return run_command(parser)
@@ -44,6 +44,12 @@ def run(args: argparse.Namespace) -> int:
             write_shaped(config, args.target, seed=args.seed, progress=bar.advance)
     say(f"{len(shards)} files, {sum(shard.file_bytes for shard in shards):,} bytes")
     return 0
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+    return int(text)
 
 
 if __name__ == "__main__":

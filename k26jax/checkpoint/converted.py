@@ -21,6 +21,7 @@ from k26jax.checkpoint.reader import Checkpoint, reason_to_skip
 from k26jax.errors import CheckpointError
 
 FAILED_MARK = "k26jax_verify_failed.json"
+UNREADABLE = "cannot be read"
 
 
 def open_converted(
@@ -156,7 +157,7 @@ def open_array(folder: Path, tree: TreeRecord, array: ArrayRecord) -> Any:
 def _damaged(place: Path, array: ArrayRecord, error: Exception) -> CheckpointError:
     reason = " ".join(str(error).split())[:200]
     return CheckpointError(
-        f"{place}: array {array.path} cannot be read ({reason}); restore the tree from a copy, or "
+        f"{place}: array {array.path} {UNREADABLE} ({reason}); restore the tree from a copy, or "
         "convert the published folder again"
     )
 

@@ -72,6 +72,8 @@ def write_shaped(
     Cost: host memory for one block of a tensor.
     """
     shards = shaped_shards(config_json)
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} exists and is no folder; give another target")
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder} exists and is not empty; give another target")
     shapes = {t.name: t.shape for shard in shards for t in shard.tensors}

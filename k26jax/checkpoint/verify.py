@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from k26jax.checkpoint.convert import row_blocks, stored_values
-from k26jax.checkpoint.converted import FAILED_MARK, open_converted
+from k26jax.checkpoint.converted import FAILED_MARK, UNREADABLE, open_converted
 from k26jax.checkpoint.int4 import GROUP_SIZE, VALUES_PER_WORD
 from k26jax.checkpoint.load import plan_load, value_fault
 from k26jax.checkpoint.manifest import (
@@ -63,10 +63,14 @@ def verify(
     `against` if that is given; a published one has no hashes, its headers and values are checked.
     A converted folder with a fault gets a mark, by which loading refuses it, until it passes.
 
+    Raises: K26Error if `against` cannot be opened.
     Cost: reads every byte once, of `against` too; host memory for a few tensors.
     """
     found = Verification(str(folder))
     report = progress or (lambda size: None)
+    if against is not None:
+        # What cannot be opened says nothing about the folder, and must not mark it.
+        open_checkpoint(against).close()
     try:
         with reading_threads() as pool:
             if (folder / CONVERTED_MARK).exists():
@@ -139,7 +143,9 @@ def _verify_tree(
     found.tensors += tensors
     if differing:
         more = f" ({len(differing)} faults in {tree.name}" if len(differing) > 1 else ""
-        whole = ": the whole tree, it is another model's" if len(differing) >= tensors else ""
+        whole = ": the whole tree" if len(differing) >= tensors else ""
+        if whole and UNREADABLE not in differing[0]:
+            whole += ", it is another model's"
         found.faults.append(differing[0] + (f"{more}{whole})" if more else ""))
 
 
@@ -148,13 +154,13 @@ def _tensor_faults(
 ) -> Iterator[str]:
     name = array.tensors[index]
     ours, theirs, values_fault = Hash(), Hash(), None
-    is_other = source is not None and name not in source
+    other = _other_tensor(source, name, array.tensor_shape) if source is not None else None
     try:
         for rows in [None] if array.experts or not array.shape else row_blocks(array):
             block = stored_values(checkpoint, array, index, rows)
             ours.update(block)
             values_fault = values_fault or value_fault(name, block)
-            if source is not None and not is_other:
+            if source is not None and not other:
                 theirs.update(stored_values(source, array, index, rows))
     except K26Error as error:
         yield str(error)
@@ -164,8 +170,8 @@ def _tensor_faults(
             f"tensor {name!r} of {checkpoint.folder / checkpoint.entry(name).file.name} does not "
             "have the bytes that were converted; restore that tree or convert again"
         )
-    elif is_other:
-        yield f"tensor {name!r} is not in {source and source.folder}"
+    elif other:
+        yield other
     elif source is not None and theirs.hexdigest() != ours.hexdigest():
         yield (
             f"tensor {name!r} differs from the one in {source.entry(name).file}; the folder was "
@@ -175,6 +181,19 @@ def _tensor_faults(
         yield values_fault
     if name.endswith(".weight_packed"):
         yield from scale_faults(checkpoint, name)
+
+
+def _other_tensor(source: Checkpoint, name: str, shape: tuple[int, ...]) -> str | None:
+    """Returns why a tensor cannot be compared with the source's; None if it can."""
+    if name not in source:
+        return f"tensor {name!r} is not in {source.folder}"
+    entry = source.entry(name)
+    if tuple(entry.shape) != shape:
+        return (
+            f"tensor {name!r} is {list(shape)} here and {list(entry.shape)} in {entry.file}; the "
+            "folder was converted from another model"
+        )
+    return None
 
 
 def scale_faults(checkpoint: Checkpoint, packed_name: str) -> Iterator[str]:

@@ -78,7 +78,8 @@ def open_workspace(
     Raises: CheckpointError if the target exists, is being made by another process, cannot be
       written, or has unfinished work that does not fit; CapacityError when the disk is full.
     """
-    _refuse_target(source, target)
+    with disk_errors(target):
+        _refuse_target(source, target)
     folder = partial_folder(target)
     with disk_errors(target), _locked(folder, target):
         _refuse_target(source, target)
@@ -128,6 +129,12 @@ def disk_errors(target: Path) -> Iterator[None]:
 
 
 def _refuse_target(source: Path, target: Path) -> None:
+    try:
+        str(target.absolute()).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"the path {os.fsencode(target)!r} is not UTF-8, which Orbax needs; give another target"
+        ) from None
     # Not Path.resolve, which has a RuntimeError for links that go round.
     here, there = (Path(os.path.realpath(path)) for path in (source, target))
     if there.is_relative_to(here) or here.is_relative_to(there):
@@ -196,7 +203,8 @@ def _journal_lines(path: Path) -> list[dict[str, Any]]:
 
 def _refuse_other_request(found: dict[str, Any], request: dict[str, Any], folder: Path) -> None:
     request = json.loads(json.dumps(request))
-    for part in sorted({*found, *request}):
+    # Options first: `--layers` changes the hash of config.json too, and says less there.
+    for part in sorted({*found, *request}, key=lambda part: (part != "options", part)):
         before, now = found.get(part), request.get(part)
         if before == now:
             continue

@@ -152,8 +152,12 @@ class EngineConfig:
                 f"{' and '.join(missing)} missing: a run of several processes takes "
                 f"{', '.join(given)}, or coordinator_address = 'auto' under a cluster's launcher"
             )
-        if not re.fullmatch(r".+:[0-9]+", str(address)):
-            raise RequestError(f"coordinator_address = {address!r}, expected host:port or 'auto'")
+        match = re.fullmatch(r".+:([0-9]{1,5})", str(address))
+        if not match or not 0 < int(match[1]) < 1 << 16:
+            raise RequestError(
+                f"coordinator_address = {address!r}, expected host:port, with a port from 1 to "
+                "65535, or 'auto'"
+            )
         if number is not None and count is not None and number >= count:
             raise RequestError(
                 f"process_id = {number}, expected 0 to {count - 1}: num_processes = {count}"

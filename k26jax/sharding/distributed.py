@@ -10,12 +10,14 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import jax
@@ -25,7 +27,7 @@ from k26jax.errors import ClusterError
 _CALLS, _WATCH, _AGREE = "k26jax/call/", "k26jax/watch/", "k26jax/agree/"
 _FAILED = _WATCH + "failed"
 _KEPT_CALLS = 10_000
-_GRACE = 10  # seconds beyond the timeout in which the watchdog must have found out
+_GRACE = 10  # seconds beyond the timeout in which the fault must have been found
 _joined: Cluster | None = None
 
 
@@ -51,24 +53,69 @@ def join_cluster(
     if num_processes is not None:
         given |= {"num_processes": num_processes, "process_id": process_id}
     try:
-        jax.distributed.initialize(
-            **given,  # pyright: ignore[reportArgumentType]
-            initialization_timeout=timeout,
-            # The watchdog is to speak first: it can say who is missing and what was going on.
-            heartbeat_timeout_seconds=max(3 * timeout, 30),
-            shutdown_timeout_seconds=timeout,
-        )
+        with _ends_after(timeout, address, num_processes, process_id):
+            jax.distributed.initialize(
+                **given,  # pyright: ignore[reportArgumentType]
+                # JAX ends the process with a stack trace; it must not be the first to find out.
+                initialization_timeout=timeout + _GRACE,
+                # The watchdog is to speak first: it can say who is missing and what was going on.
+                heartbeat_timeout_seconds=max(3 * timeout, 30),
+                shutdown_timeout_seconds=timeout,
+            )
     except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        if address == "auto" and "should be defined" in reason:
+            raise ClusterError(
+                "coordinator_address = 'auto' finds no launcher (Slurm, Open MPI, Kubernetes); "
+                "start the processes with one, or give host:port, num_processes and process_id"
+            ) from error
         raise ClusterError(
-            f"process {process_id} of {num_processes} did not meet the others at {address} within "
-            f"{timeout} s: {str(error).splitlines()[0]}; start all of them, with the address of a "
-            "host that all can reach"
+            f"{_who(process_id, num_processes)} cannot join the others at {address}: {reason}"
         ) from error
     client = _client()
     _joined = Cluster(client, jax.process_index(), jax.process_count(), timeout)
     atexit.register(_joined.leave)
     _joined.start()
     return _joined
+
+
+@contextlib.contextmanager
+def _ends_after(
+    timeout: int, address: str, num_processes: int | None, process_id: int | None
+) -> Iterator[None]:
+    """Ends the process if the block, which cannot be interrupted, takes longer than this."""
+
+    def end() -> None:
+        who = _who(process_id, num_processes)
+        silent = "" if not process_id or _answers(address) else f": nothing answers at {address}"
+        print(
+            f"k26jax: {who} did not meet the others at {address} within {timeout} s{silent}; start "
+            "all of them, with the address of a host that all can reach",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(ClusterError.exit_code)
+
+    timer = threading.Timer(timeout, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _who(process_id: int | None, num_processes: int | None) -> str:
+    return "this process" if process_id is None else f"process {process_id} of {num_processes}"
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 def _client() -> Any:
@@ -138,15 +185,20 @@ class Cluster:
 
     @contextlib.contextmanager
     def call(self, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Tells the others to make a call; the block is this process's own part of it."""
+        """Tells the others to make a call; the block is this process's own part of it.
+
+        An interrupt waits for the end of the block, as the others would wait for a part that was
+        told and never began; a second one does not wait.
+        """
         message = json.dumps({"name": name, "arguments": arguments})
-        self._calls += 1
-        self._client.key_value_set(f"{_CALLS}{self._calls}", message)
-        if self._calls > _KEPT_CALLS:
-            # A process that far behind would have been missed long ago.
-            self._client.key_value_delete(f"{_CALLS}{self._calls - _KEPT_CALLS}")
-        with self.working(name):
-            yield
+        with _interrupts_wait():
+            self._calls += 1
+            self._client.key_value_set(f"{_CALLS}{self._calls}", message)
+            if self._calls > _KEPT_CALLS:
+                # A process that far behind would have been missed long ago.
+                self._client.key_value_delete(f"{_CALLS}{self._calls - _KEPT_CALLS}")
+            with self.working(name):
+                yield
 
     def hear(self) -> tuple[str, dict[str, Any]]:
         """Returns name and arguments of the next call that process 0 makes, however long it takes.
@@ -258,6 +310,29 @@ class Cluster:
             return
         print(f"k26jax: {verdict}", file=sys.stderr, flush=True)
         os._exit(ClusterError.exit_code)
+
+
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Holds the first Ctrl-C back until the block has ended; other threads never get one."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if caught:
+            handler(number, frame)
+        caught.append((number, frame))
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if caught:
+        handler(*caught[0])
 
 
 # Calls that compile, which may take minutes and differs from host to host.

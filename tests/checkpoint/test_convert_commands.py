@@ -96,19 +96,35 @@ def test_verify_exits_with_3_and_says_what(converted, tmp_path, capsys):
         (["convert", "{source}", "{new}", "--dtype", "int8"], 2, "invalid choice"),
         (["convert", "{source}", "{new}", "--resum"], 2, "did you mean '--resume'"),
         (["convert", "{new}", "{new}2"], 3, "does not exist"),
+        (["convert", "{source}", "{new}" + "x" * 300], 3, "cannot be written"),
         (["verify", "{source}", "--against", "{source}"], 3, "omit --against"),
         (["verify", "{new}"], 3, "does not exist"),
         (["verify", "{converted}", "--against", "{drafter}"], 3, "is not in"),
+        (["verify", "{converted}", "--against", "{other}"], 3, "is [4096, 320] here and [16, 48]"),
     ],
 )
-def test_wrong_requests(arguments, code, words, converted, tmp_path, capsys):
+def test_wrong_requests(arguments, code, words, converted, golden_dir, tmp_path, capsys):
     names = {"source": PAIR[0], "drafter": PAIR[1], "converted": converted, "new": tmp_path / "new"}
+    names["other"] = golden_dir / "models" / "k2-tiny"
     try:
         assert main([part.format(**names) for part in arguments]) == code
         assert words in capsys.readouterr().err
         assert not (tmp_path / "new").exists()
     finally:
         (converted / "k26jax_verify_failed.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("against", ["{new}", "{failed}"])
+def test_against_nothing_that_opens_leaves_no_mark(against, converted, tmp_path, capsys):
+    names = {"new": tmp_path / "new", "failed": tmp_path / "failed"}
+    names["failed"].mkdir()
+    for path in converted.glob("*.json"):
+        (names["failed"] / path.name).write_bytes(path.read_bytes())
+    assert main(["verify", str(converted), "--against", against.format(**names)]) == 3
+    errors = capsys.readouterr().err
+    assert str(tmp_path) in errors
+    assert "fault: " not in errors
+    assert not (converted / "k26jax_verify_failed.json").exists()
 
 
 def test_back_to_published_files(converted, tmp_path, capsys):
@@ -173,6 +189,9 @@ def test_the_scripts(tmp_path):
     done = run("make_shaped_checkpoint.py", PAIR[0], shaped, "--layers", 2, "--dry-run")
     assert "model-00003-of-000003.safetensors 3 tensors" in done.stdout
     assert not shaped.exists()
+    done = run("make_shaped_checkpoint.py", PAIR[0], shaped, "--seed", -1)
+    assert done.returncode == 2
+    assert "'-1' is no whole number of at least 0" in done.stderr
     assert run("make_shaped_checkpoint.py", PAIR[0], shaped, "--layers", 2).returncode == 0
     assert run("convert_checkpoint.py", shaped, tmp_path / "converted").returncode == 0
     assert main(["verify", str(tmp_path / "converted"), "--against", str(shaped)]) == 0

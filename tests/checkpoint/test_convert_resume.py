@@ -170,7 +170,7 @@ def test_101_a_kill_after_the_rename_leaves_a_finished_folder(source, tmp_path, 
     assert convert(plan_conversion(source, target), resume=True).trees
 
 
-@pytest.mark.parametrize("change", ["options", "weights", "config"])
+@pytest.mark.parametrize("change", ["options", "layers", "weights", "config"])
 def test_102_work_for_another_request_is_not_resumed(change, source, tmp_path, monkeypatch):
     copy, target = tmp_path / "source", tmp_path / "target"
     shutil.copytree(source, copy)
@@ -181,6 +181,9 @@ def test_102_work_for_another_request_is_not_resumed(change, source, tmp_path, m
     options = ConvertOptions()
     if change == "options":
         options, words = ConvertOptions(dtype="float32"), ("options dtype", "'auto'", "'float32'")
+    elif change == "layers":
+        # They change config.json too, whose hash would say nothing to anybody.
+        options, words = ConvertOptions(layers=2), ("options layers", "None then, 2 now")
     elif change == "config":
         config = json.loads((copy / "config.json").read_text())
         (copy / "config.json").write_text(json.dumps(config))
@@ -323,6 +326,12 @@ def test_110_folders_that_must_not_be_written(source, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "mkdir", read_only)
     refused(tmp_path / "new", "cannot be written.*Read-only file system")
+
+
+def test_110_a_path_that_is_not_utf8(source, tmp_path):
+    with pytest.raises(CheckpointError, match="not UTF-8"):
+        convert_folder(source, tmp_path / os.fsdecode(b"b\xffad"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_110_a_read_only_file_system(source, small_disk):

@@ -134,6 +134,8 @@ def test_a_target_in_use_and_a_disk_too_small_are_refused(golden_dir, tmp_path):
     config = json.loads((golden_folders(golden_dir / "models")[0] / "config.json").read_text())
     with pytest.raises(CheckpointError, match="not empty"):
         write_shaped(config, tmp_path / "a")
+    with pytest.raises(CheckpointError, match="is no folder"):
+        write_shaped(config, tmp_path / "a" / "keep")
     huge = k26()
     huge["text_config"]["hidden_size"] <<= 12
     with pytest.raises(CapacityError, match="bytes of disk"):

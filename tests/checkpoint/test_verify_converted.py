@@ -141,6 +141,14 @@ def test_a_layer_of_other_shapes(golden, converted):
     differs(converted, "layer_00002", "another model's")
 
 
+def test_a_tree_that_cannot_be_read_is_not_said_to_be_another_models(converted):
+    (converted / "layer_00002" / "manifest.ocdbt").write_bytes(b"")
+    (fault,) = verify(converted).faults
+    assert "cannot be read" in fault
+    assert "the whole tree" in fault
+    assert "another model" not in fault
+
+
 def test_against_the_source_it_came_from(golden, converted, source):
     assert not verify(converted, source).faults
     values = value(source, NORM)

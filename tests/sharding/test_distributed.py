@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -173,3 +178,44 @@ def test_beats_say_who_and_where(pair):
     beats = dict(pair[0]._client.key_value_dir_get("k26jax/watch/"))
     assert {key[-1] for key in beats} == {"0", "1"}
     assert set(json.loads(next(iter(beats.values())))) == {"beat", "calls", "where"}
+
+
+@pytest.mark.parametrize(
+    ("address", "mention"),
+    [
+        ("localhost:{port}", "process 1 of 2 did not meet the others .* nothing answers"),
+        ("auto", "finds no launcher"),
+    ],
+)
+def test_a_coordinator_that_is_not_there(address, mention):
+    """JAX alone would end the process by a signal, with a stack trace."""
+    with socket.socket() as unused:
+        unused.bind(("localhost", 0))
+        address = address.format(port=unused.getsockname()[1])
+        numbers = (None, None) if address == "auto" else (2, 1)
+        program = (
+            "import sys\n"
+            "from k26jax.errors import ClusterError\n"
+            "from k26jax.sharding.distributed import join_cluster\n"
+            "try:\n"
+            f"    join_cluster({address!r}, *{numbers}, timeout=2)\n"
+            "except ClusterError as error:\n"
+            "    sys.exit(str(error))\n"
+        )
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert re.search(mention, ended.stderr)
+    assert "stack trace" not in ended.stderr
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_interrupt_waits_for_the_call_that_the_others_were_told(count):
+    """Told and not begun, it would leave them in a program that never ends."""
+    cluster, ended = Cluster(Store(), 0, 1, timeout=5), []
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), cluster.call("run", {}):  # noqa: PT012
+        for _ in range(count):
+            signal.raise_signal(signal.SIGINT)
+        ended.append("run")
+    assert ended == ["run"][: 2 - count]
+    assert signal.getsignal(signal.SIGINT) is handler

@@ -57,6 +57,10 @@ def test_flags_and_their_other_names(flags, expected):
             "coordinator_address = 'host', expected host:port",
         ),
         (
+            {"coordinator_address": "host:65536", "num_processes": 2, "process_id": 0},
+            "coordinator_address = 'host:65536', expected host:port, with a port from 1 to 65535",
+        ),
+        (
             {"coordinator_address": "host:1", "num_processes": 2, "process_id": 2},
             "process_id = 2, expected 0 to 1",
         ),
