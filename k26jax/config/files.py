@@ -21,6 +21,11 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises: ConfigError if the file is missing, unreadable or not one JSON object.
     """
     if not path.is_file():
+        if path.parent.suffix == ".partial":
+            raise ConfigError(
+                f"{path.parent} is an unfinished conversion; finish it with `k26jax convert SOURCE "
+                "TARGET --resume`"
+            )
         raise ConfigError(f"{path} does not exist; expected a Hugging Face model folder there")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

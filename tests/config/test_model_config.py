@@ -357,3 +357,10 @@ def test_dtypes_of_other_models(name):
         refused(k26() | {name: value}, message, "bfloat16, float16, float32")
         refused(k26(**{name: value}), "text_config", message)
         refused(k2_instruct(**{name: value}), message)
+
+
+def test_an_unfinished_conversion_is_named(tmp_path):
+    folder = tmp_path / "k26.partial"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match=r"k26\.partial is an unfinished conversion.*--resume"):
+        ModelConfig.from_folder(folder)
