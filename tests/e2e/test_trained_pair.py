@@ -41,6 +41,7 @@ def ddtree() -> LLM:
         yield llm
 
 
+@pytest.mark.slow
 def test_bits_per_byte_on_held_out_text(plain, prompts, capsys):
     """The target has learnt Python: well under the 8 bits of a byte, and the 3 to 4 of a guess."""
     bits = size = 0
@@ -71,6 +72,7 @@ def test_ddtree_gives_the_tokens_of_plain_decoding_in_a_third_of_the_forwards(
     assert np.mean(lengths) >= 3.5
 
 
+@pytest.mark.slow
 def test_seeded_sampling_gives_the_same_text_too(plain, ddtree, prompts):
     params = [
         SamplingParams(temperature=0.8, top_p=0.95, max_tokens=40, seed=number)
