@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from k26jax.config import ModelConfig, Quantization, RopeConfig
 from k26jax.model.parameters import abstract, arrays, bind
-from k26jax.model.target import Target
+from k26jax.model.target import Target, arrangement
 from k26jax.pallas import (
     dense,
     draft_attention,
@@ -240,7 +240,7 @@ def rank_config(n_layers: int) -> ModelConfig:
 def plain_step(n_layers: int, capacity: int = 4096) -> Candidate:
     """Returns a step of plain decoding at the size of a rank; made with the GPU in context."""
     config = rank_config(n_layers)
-    module = abstract(lambda rngs: _arranged(config, rngs))
+    module, _ = arrangement(abstract(lambda rngs: Target(config, dtype=BF16, rngs=rngs)))
     plan = Plan.plain("pallas")
 
     def function(params: Any, state: SpecState) -> SpecState:
@@ -251,9 +251,3 @@ def plain_step(n_layers: int, capacity: int = 4096) -> Candidate:
     )
     name = f"plain, {n_layers} layers"
     return Candidate("step", name, function, (arrays(module), state), donate=(1,))
-
-
-def _arranged(config: ModelConfig, rngs: Any) -> Target:
-    target = Target(config, dtype=BF16, rngs=rngs)
-    target.moe.arrange()
-    return target

@@ -19,7 +19,7 @@ from k26jax.pallas.int4_moe import (
     Shared,
     TiledExperts,
     Tiles,
-    arrange_product,
+    arrange,
     expert_columns,
     experts,
     tiled_experts,
@@ -135,7 +135,7 @@ class MoE(nnx.Module):
             self.experts = TiledProjections()
         for product in products:
             stacks = {name: getattr(self, name).stack() for name in PRODUCTS[product]}
-            self.experts.hold(product, arrange_product(stacks, expert_columns()))
+            self.experts.hold(product, arrange(stacks, expert_columns()))
             for name in stacks:
                 delattr(self, name)
 

@@ -12,7 +12,7 @@ from k26jax.checkpoint.int4 import pack_int4
 from k26jax.errors import KernelError
 from k26jax.pallas.int4_moe import ExpertWeights, Shared, experts, kernel
 from k26jax.pallas.int4_moe.cases import SMALL_CASES, Case
-from k26jax.pallas.int4_moe.layout import arrange
+from k26jax.pallas.int4_moe.layout import TiledExperts, arrange
 from k26jax.pallas.int4_moe.reference import add_shared
 from k26jax.pallas.router.reference import block_list
 
@@ -37,7 +37,13 @@ def weights(case: Case) -> tuple[list[ExpertWeights], list[np.ndarray]]:
 
 @functools.cache
 def tiled(case: Case):
-    return jax.jit(functools.partial(arrange, columns=COLUMNS))(*weights(case)[0])
+    return jax.jit(arrange_all)(*weights(case)[0])
+
+
+def arrange_all(gate, up, down) -> TiledExperts:
+    return TiledExperts(
+        arrange({"gate_proj": gate, "up_proj": up}, COLUMNS), arrange({"down_proj": down}, COLUMNS)
+    )
 
 
 @functools.cache
@@ -198,7 +204,7 @@ def test_the_layout_holds_every_weight_once(case):
 def test_other_weights_have_no_layout():
     floats = ExpertWeights(jnp.zeros((1, 2, 32, 32)))
     with pytest.raises(KernelError, match=r"gate_proj.*kernels='reference'"):
-        arrange(floats, floats, floats, COLUMNS)
+        arrange_all(floats, floats, floats)
 
 
 def test_decoding_in_bfloat16_rounds_once():

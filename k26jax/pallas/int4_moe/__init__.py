@@ -2,7 +2,7 @@
 
 from k26jax.pallas.int4_moe.api import BLOCK_ROWS, expert_columns, experts
 from k26jax.pallas.int4_moe.kernel import experts as tiled_experts
-from k26jax.pallas.int4_moe.layout import TiledExperts, Tiles, arrange, arrange_product
+from k26jax.pallas.int4_moe.layout import TiledExperts, Tiles, arrange
 from k26jax.pallas.int4_moe.reference import ExpertWeights, Shared
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "TiledExperts",
     "Tiles",
     "arrange",
-    "arrange_product",
     "expert_columns",
     "experts",
     "tiled_experts",

@@ -48,22 +48,11 @@ class TiledExperts(NamedTuple):
     down: Tiles
 
 
-def arrange(
-    gate: ExpertWeights, up: ExpertWeights, down: ExpertWeights, columns: int
-) -> TiledExperts:
-    """Returns the kernel's layout of canonical INT4 experts.
+def arrange(projections: Mapping[str, ExpertWeights], columns: int) -> Tiles:
+    """Returns the kernel's layout of the projections of one product, one above the other.
 
     Raises: KernelError if an inner width is no multiple of the group size.
     Cost: reads and writes the weights once, a layer at a time.
-    """
-    gate_up = arrange_product({"gate_proj": gate, "up_proj": up}, columns)
-    return TiledExperts(gate_up, arrange_product({"down_proj": down}, columns))
-
-
-def arrange_product(projections: Mapping[str, ExpertWeights], columns: int) -> Tiles:
-    """Returns the kernel's layout of the projections of one product, one above the other.
-
-    Raises, Cost: as `arrange`.
     """
     for name, part in projections.items():
         if part.scales is None or part.values.shape[-1] * 8 % GROUP_SIZE:
