@@ -32,6 +32,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kernels", choices=("reference", "pallas"), default="pallas")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--dispatches", type=int, default=10, help="timed, of 8 steps each")
+    parser.add_argument(
+        "--check-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also compare tokens of --config with N layers, which must fit on one device",
+    )
     parser.add_argument("--skip-check", action="store_true", help="time only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write results here too")
     parser.set_defaults(run=run)
@@ -84,18 +91,21 @@ def _check(args: argparse.Namespace, results: dict[str, Any]) -> bool:
     kinds = [("reference", "float32")]
     if (args.kernels, args.dtype) not in kinds:
         kinds.append((args.kernels, args.dtype))
-    for kernels, dtype in kinds:
-        for width in (1, 8):
-            found = check(args.tp_size, args.ep_size, kernels, dtype, width)
-            results["checks"].append(dataclasses.asdict(found))
-            _save(args, results)
-            # In bfloat16 another order of sums may move near-ties; in float32 it must not.
-            good &= found.agree and (dtype != "float32" or found.equal == found.tokens)
-            print(
-                f"small model, {kernels}, {dtype}, width {width}: {found.equal} of {found.tokens} "
-                f"greedy tokens are one device's; ranks agree: {'yes' if found.agree else 'NO'}",
-                flush=True,
-            )
+    cases = [("small", 3, *kind, width) for kind in kinds for width in (1, 8)]
+    if args.check_layers:
+        cases += [(args.config, args.check_layers, *kind, 8) for kind in kinds]
+    for name, layers, kernels, dtype, width in cases:
+        found = check(name, layers, args.tp_size, args.ep_size, kernels, dtype, width)
+        results["checks"].append(dataclasses.asdict(found))
+        _save(args, results)
+        # In bfloat16 another order of sums may move near-ties; in float32 it must not.
+        good &= found.agree and (dtype != "float32" or found.equal == found.tokens)
+        print(
+            f"{name}, {layers} layers, {kernels}, {dtype}, width {width}: {found.equal} of "
+            f"{found.tokens} greedy tokens are one device's; "
+            f"ranks agree: {'yes' if found.agree else 'NO'}",
+            flush=True,
+        )
     return good
 
 

@@ -55,11 +55,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Check:
-    """Whether a small model gives one device's greedy tokens on the mesh.
+    """Whether a model of random weights gives one device's greedy tokens on the mesh.
 
     equal: tokens before the first that differs.   agree: whether all ranks hold the same state.
     """
 
+    config: str
+    layers: int
     kernels: str
     dtype: str
     width: int
@@ -110,12 +112,15 @@ def models(name: str, layers: int, draft_layers: int) -> tuple[ModelConfig, Draf
     return model, draft
 
 
-def check(tp_size: int, ep_size: int, kernels: str, dtype: str, width: int) -> Check:
-    """Returns how far a small model's greedy tokens on the mesh are those of one device.
+def check(
+    name: str, layers: int, tp_size: int, ep_size: int, kernels: str, dtype: str, width: int
+) -> Check:
+    """Returns how far a model's greedy tokens on the mesh are those of one device.
 
-    The experts' weights are made in canonical order here, so both run the same model.
+    The experts' weights are made in canonical order here, so both run the same model; one device
+    holds all of them and, for a moment, one of their products twice.
     """
-    model, draft = models("small", layers=3, draft_layers=1)
+    model, draft = models(name, layers, draft_layers=1)
     found, agree = [], True
     for sizes in ((1, 1), (tp_size, ep_size)):
         config = _options(*sizes, context=128, kernels=kernels)
@@ -136,7 +141,7 @@ def check(tp_size: int, ep_size: int, kernels: str, dtype: str, width: int) -> C
         runner.close()
     pairs = zip(*found, strict=True)
     equal = next((n for n, (a, b) in enumerate(pairs) if a != b), len(found[0]))
-    return Check(kernels, dtype, width, len(found[0]), equal, agree)
+    return Check(name, layers, kernels, dtype, width, len(found[0]), equal, agree)
 
 
 def ranks_agree(runner: Runner) -> bool:

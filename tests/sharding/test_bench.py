@@ -86,9 +86,10 @@ def test_the_command_checks_times_and_writes(tmp_path, capsys):
     spec.loader.exec_module(script)
     out = tmp_path / "out.json"
     flags = "--config small --layers 2 --draft-layers 1 --tp-size 2 --width 1,8 --context 64"
-    more = f"--kernels reference --dtype float32 --dispatches 1 --json {out}"
+    more = f"--kernels reference --dtype float32 --dispatches 1 --check-layers 2 --json {out}"
     assert script.main([*flags.split(), *more.split()]) == 0
     found = json.loads(out.read_text())
+    assert [item["layers"] for item in found["checks"]] == [3, 3, 2]
     assert all(item["equal"] == item["tokens"] and item["agree"] for item in found["checks"])
     # Embedding, and two sums a layer; with a tree the same for the drafter.
     assert [row["all_reduces"] for row in found["rows"]] == [5, 8]
