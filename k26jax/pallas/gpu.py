@@ -105,7 +105,7 @@ def launch(
         # One source for three architectures; Mosaic GPU has none. Tracked in docs/kernels.md.
         warnings.filterwarnings("ignore", message=".*Pallas Triton backend is deprecated.*")
         return pl.pallas_call(
-            kernel,
+            _announced(kernel),
             grid=tuple(grid),
             out_shape=out_shape,
             compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
@@ -113,3 +113,27 @@ def launch(
             input_output_aliases=aliases or {},
             name=name,
         )(*operands)
+
+
+def _announced(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Returns the kernel, which first tells the card to make the next launch ready.
+
+    The next kernel's programs then take their places and wait there for the end of this one,
+    instead of being placed after it. XLA lets every kernel begin with that wait (programmatic
+    dependent launch, `xla_gpu_enable_pdl`), but lets none say this.
+    """
+    if architecture() is None:
+        return kernel
+
+    def announced(*refs: Any) -> None:
+        (place,) = plt.elementwise_inline_asm(
+            "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+            args=[jnp.broadcast_to(pl.program_id(0), (1,))],
+            constraints="=r,r",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.int32)],
+        )
+        # Always so; what nothing depends on would not be compiled.
+        pl.when(jnp.max(place) >= 0)(lambda: kernel(*refs))
+
+    return announced
