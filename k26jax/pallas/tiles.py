@@ -11,14 +11,14 @@ from k26jax.pallas.gpu import Tile, architecture
 TILES: dict[str, dict[str, Tile]] = {
     # The layout's columns are one number for both products: int4_moe_up's.
     "int4_moe_up": {
-        "sm_90": Tile(columns=128, splits=8, warps=2, stages=3),
-        "sm_100": Tile(columns=128, splits=8, warps=2, stages=3),
-        "sm_120": Tile(columns=128, splits=8, warps=2, stages=3),
+        "sm_90": Tile(rows=8, columns=128, splits=8, warps=2, stages=3),
+        "sm_100": Tile(rows=8, columns=128, splits=8, warps=2, stages=3),
+        "sm_120": Tile(rows=8, columns=128, splits=8, warps=2, stages=3),
     },
     "int4_moe_down": {
-        "sm_90": Tile(columns=128, splits=2, chunk=4, warps=4, stages=3),
-        "sm_100": Tile(columns=128, splits=2, chunk=4, warps=4, stages=3),
-        "sm_120": Tile(columns=128, splits=2, chunk=4, warps=4, stages=2),
+        "sm_90": Tile(rows=8, columns=128, splits=2, chunk=4, warps=4, stages=3),
+        "sm_100": Tile(rows=8, columns=128, splits=2, chunk=4, warps=4, stages=3),
+        "sm_120": Tile(rows=8, columns=128, splits=2, chunk=4, warps=4, stages=2),
     },
     "int4_moe_activate": dict.fromkeys(("sm_90", "sm_100", "sm_120"), Tile(warps=2, stages=1)),
     "int4_moe_combine": dict.fromkeys(
@@ -31,7 +31,7 @@ TILES: dict[str, dict[str, Tile]] = {
         "sm_120": Tile(columns=16, splits=2, depth=256, warps=2, stages=3),
     },
     "dense_parts": dict.fromkeys(
-        ("sm_90", "sm_100", "sm_120"), Tile(columns=16, splits=2, depth=128, warps=2, stages=4)
+        ("sm_90", "sm_100", "sm_120"), Tile(columns=32, splits=2, depth=128, warps=2, stages=4)
     ),
     "dense_narrow": {
         "sm_90": Tile(columns=16, splits=4, depth=128, warps=2, stages=4),

@@ -10,7 +10,7 @@ import pytest
 
 from k26jax.checkpoint.int4 import pack_int4
 from k26jax.errors import KernelError
-from k26jax.pallas.int4_moe import ExpertWeights, Shared, experts, kernel
+from k26jax.pallas.int4_moe import BLOCK_ROWS, ExpertWeights, Shared, experts, kernel
 from k26jax.pallas.int4_moe.cases import SMALL_CASES, Case
 from k26jax.pallas.int4_moe.layout import TiledExperts, arrange
 from k26jax.pallas.int4_moe.reference import add_shared
@@ -58,7 +58,7 @@ def routing(case: Case, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def run(
     case: Case, x, ids, share, dtype=jnp.bfloat16, shared=None, result=jnp.float32
 ) -> np.ndarray:
-    blocks = block_list(jnp.asarray(ids), case.n_experts, 16)
+    blocks = block_list(jnp.asarray(ids), case.n_experts, BLOCK_ROWS)
     out = kernel.experts(
         jnp.asarray(x, dtype), jnp.asarray(ids), jnp.asarray(share), blocks, tiled(case),
         layer=LAYER, inner=case.inner, shared=shared, dtype=result,

@@ -13,7 +13,7 @@ from k26jax.pallas.int4_moe import reference
 from k26jax.pallas.tiles import tile
 
 # Rows of one block of the work list, whichever implementation reads it.
-BLOCK_ROWS = 16
+BLOCK_ROWS = 8
 IMPLEMENTATIONS = {"reference": reference.experts}
 
 

@@ -1,7 +1,8 @@
 """Routed experts with INT4 weights, decoded in registers inside the product.
 
 The chosen (token, expert) pairs come sorted into blocks of one expert; a program multiplies one
-block by one tile of outputs. Four launches: gate and up, SwiGLU, down, combine; the last two steps
+tile of outputs by one block. Weights are the left operand: matrix instructions take 16 rows of the
+left one and eight columns of the right, and few experts have more than eight pairs. Four launches: gate and up, SwiGLU, down, combine; the last two steps
 of the shared expert go along with SwiGLU and combine. Each sum has one order, whatever the number
 of tokens. Source of the layout: `layout`.
 """
@@ -136,7 +137,7 @@ def _long_kernel(
             rows = _inputs(x, pair // top_k, is_used, step)
             return _multiply(rows, words, scales, (*place, step), total)
 
-        total = jnp.zeros((cut.rows, columns), jnp.float32)
+        total = jnp.zeros((columns, cut.rows), jnp.float32)
         last = jnp.minimum((split + 1) * each, steps)
         total = lax.fori_loop(split * each, last, absorb, total)
         _store(out, split, pair, column, columns, total, is_used)
@@ -156,7 +157,7 @@ def _short_kernel(
         place = (layer[0], expert[block])
 
         def one(column: jax.Array, carry: jax.Array) -> jax.Array:
-            total = jnp.zeros((cut.rows, columns), jnp.float32)
+            total = jnp.zeros((columns, cut.rows), jnp.float32)
             for step in range(steps):
                 total = _multiply(
                     rows[step], words, scales, (*place, column, jnp.int32(step)), total
@@ -169,7 +170,10 @@ def _short_kernel(
 
 
 def _inputs(x: Any, row: jax.Array, is_used: jax.Array, step: Any) -> list[jax.Array]:
-    """Returns the groups of a step of x's rows, four or what is left; unused rows are not read."""
+    """Returns the groups [32, row] of a step of x's rows, four or what is left.
+
+    Unused rows are not read.
+    """
     width = x.shape[1]
     groups = []
     for plane in range(PLANES):
@@ -177,23 +181,23 @@ def _inputs(x: Any, row: jax.Array, is_used: jax.Array, step: Any) -> list[jax.A
         if isinstance(start, int) and start >= width:
             break
         column = start + jnp.arange(GROUP_SIZE)
-        mask = jnp.broadcast_to(is_used[:, None], (row.shape[0], GROUP_SIZE))
+        mask = jnp.broadcast_to(is_used[None, :], (GROUP_SIZE, row.shape[0]))
         if width % DEPTH:
-            mask &= (column < width)[None, :]
-        groups.append(plt.load(x.at[row[:, None], column[None, :]], mask=mask, other=0))
+            mask &= (column < width)[:, None]
+        groups.append(plt.load(x.at[row[None, :], column[:, None]], mask=mask, other=0))
     return groups
 
 
 def _multiply(
     rows: list[jax.Array], words: Any, scales: Any, place: tuple, total: jax.Array
 ) -> jax.Array:
-    """Returns total + rows times one tile."""
+    """Returns total [column, row] + one tile times rows."""
     word = plt.load(words.at[place], eviction_policy="evict_first")
     pairs = [plt.load(scales.at[(*place, jnp.int32(half))]) for half in range(2)]
     for plane in range(len(rows)):
         weight = _decode(word, plane, pairs[plane // 2], rows[plane].dtype)
         precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-        total = total + plt.dot(rows[plane], weight.T, precision=precision)
+        total = total + plt.dot(weight, rows[plane], precision=precision)
     return total
 
 
@@ -234,6 +238,6 @@ def _store(
     total: jax.Array,
     is_used: jax.Array,
 ) -> None:
-    mask = jnp.broadcast_to(is_used[:, None], total.shape)
+    mask = jnp.broadcast_to(is_used[None, :], total.shape)
     place = column * columns + jnp.arange(columns)
-    plt.store(out.at[split, pair[:, None], place[None, :]], total, mask=mask)
+    plt.store(out.at[split, pair[None, :], place[:, None]], total, mask=mask)
