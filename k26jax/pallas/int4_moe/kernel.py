@@ -2,9 +2,9 @@
 
 The chosen (token, expert) pairs come sorted into blocks of one expert; a program multiplies one
 tile of outputs by one block. Weights are the left operand: matrix instructions take 16 rows of the
-left one and eight columns of the right, and few experts have more than eight pairs. Four launches: gate and up, SwiGLU, down, combine; the last two steps
-of the shared expert go along with SwiGLU and combine. Each sum has one order, whatever the number
-of tokens. Source of the layout: `layout`.
+left one and eight columns of the right, and few experts have more than eight pairs. Four launches:
+gate and up, SwiGLU, down, combine; the last two steps of the shared expert go along with SwiGLU
+and combine. Each sum has one order, whatever the number of tokens. Source of the layout: `layout`.
 """
 
 import functools
