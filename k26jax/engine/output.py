@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from k26jax.engine.request import Request
+from k26jax.text.events import ChatMessage
 from k26jax.text.reader import OutputReader
 from k26jax.text.tokenizer import Tokenizer
 
@@ -64,6 +65,7 @@ class CompletionOutput:
     token_ids: everything emitted, the stop token included.
     finish_reason: "stop" or "length".
     stop_reason: the stop string or the id from stop_token_ids that ended it, else None.
+    message: what the text says as the answer of a chat; None outside of one.
     """
 
     index: int
@@ -72,10 +74,11 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: int | str | None
     metrics: RequestMetrics
+    message: ChatMessage | None = None
 
     def record(self, prompt_tokens: int) -> dict[str, Any]:
         """Returns what machines read of it: an object that JSON can hold."""
-        return {
+        found: dict[str, Any] = {
             "text": self.text,
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
@@ -90,6 +93,11 @@ class CompletionOutput:
                 "ttft_seconds": self.metrics.ttft_seconds,
             },
         }
+        if self.message is not None and self.message.finish is not None:
+            found["message"] = self.message.record()
+            found["finish_reason"] = self.message.finish.reason
+            found["usage"] = self.message.finish.usage.record()
+        return found
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class ChatFormat:
             segments = template.render(
                 checked,
                 declared,
-                _switched(template, given, options or {}),
+                self._switched(template, given, options or {}),
                 special_ids=self._tokenizer.special_ids,
                 tokens=self._tokens,
                 add_generation_prompt=add_generation_prompt,
@@ -131,21 +131,39 @@ class ChatFormat:
             )
         return render_kimi(messages, tools, add_generation_prompt=add_generation_prompt, **switches)
 
+    def _switched(
+        self, template: ChatTemplate, switches: dict[str, bool], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns the template's variables, the switch of thinking under the name that it reads.
 
-def _switched(
-    template: ChatTemplate, switches: dict[str, bool], options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the template's variables, the switch of thinking under the name that it reads.
+        Models whose thinking has no switch think anyway.
 
-    Raises: RequestError if it does not read what the request sets.
+        Raises: RequestError if the template does not read what the request sets.
+        """
+        given = dict(options)
+        for name, value in switches.items():
+            known = THINKING_SWITCHES if name == "thinking" else (name,)
+            read = [spelling for spelling in known if spelling in template.variables]
+            thinks_anyway = (
+                name == "thinking" and value and THINK_OPEN in self._tokenizer.special_ids
+            )
+            if read or not thinks_anyway:
+                given |= {spelling: value for spelling in read or (name,)}
+        template.check_options(given)
+        return given
+
+
+def chat_format(folder: str | Path, tokenizer: Tokenizer | None) -> ChatFormat:
+    """Returns the chat format of a model's folder.
+
+    Raises: TokenizerError without a tokenizer, or for a template that cannot be read.
     """
-    given = dict(options)
-    for name, value in switches.items():
-        known = THINKING_SWITCHES if name == "thinking" else (name,)
-        read = [spelling for spelling in known if spelling in template.variables]
-        given |= {spelling: value for spelling in read or (name,)}
-    template.check_options(given)
-    return given
+    if tokenizer is None:
+        raise TokenizerError(
+            f"{folder} holds no tiktoken.model or tokenizer.json, so it cannot chat; put the "
+            "model's tokenizer files there"
+        )
+    return ChatFormat(folder, tokenizer)
 
 
 def _ends_thinking(segments: Sequence[Segment]) -> bool:

@@ -8,6 +8,7 @@ there are the template's, and the characters are put back into the rest.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -49,6 +50,7 @@ class Mask:
                 "the request uses nearly all private characters of Unicode; send fewer"
             ) from None
         self._restore = str.maketrans({new: old for old, new in self._replace.items()})
+        self._restore_escaped = {_escaped(new): _escaped(old) for old, new in self._replace.items()}
         parts = [re.escape(char) for char in sorted(marks)]
         parts += [f"{re.escape(word[0])}(?={re.escape(word[1:])})" for word in sorted(words)]
         self._pattern = re.compile("|".join(parts) or r"(?!)")
@@ -64,7 +66,10 @@ class Mask:
         return value
 
     def restore(self, text: str) -> str:
-        """Returns a text with its own characters."""
+        """Returns a text with its own characters, also where a template escaped them as JSON."""
+        if "\\u" in text:
+            for new, old in self._restore_escaped.items():
+                text = text.replace(new, old)
         return text.translate(self._restore)
 
     def _key(self, key: Any) -> Any:
@@ -73,6 +78,11 @@ class Mask:
             key in self._words or not self._edges.isdisjoint(key)
         )
         return self.hide(key) if is_suspect else key
+
+
+def _escaped(char: str) -> str:
+    """Returns a character as JSON in ASCII has it."""
+    return json.dumps(char)[1:-1]
 
 
 def _texts(value: Any) -> Iterator[str]:

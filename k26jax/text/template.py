@@ -22,7 +22,6 @@ from k26jax.text.vocabulary import read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
-_GLOBALS = {"raise_exception", "strftime_now"}
 # Both spellings are in use: Kimi's, and that of most other families.
 THINKING_SWITCHES = ("thinking", "enable_thinking")
 _READS_STRINGS = re.compile(r"arguments(?:'\]|\"\])?\s+is\s+(?:not\s+)?string")
@@ -44,6 +43,7 @@ class ChatTemplate:
 
     Fields:
         variables: the names that it reads and neither sets nor gets here.
+        reads_tools: whether declared tools are part of the prompt.
     """
 
     def __init__(self, source: str, where: str):
@@ -57,7 +57,8 @@ class ChatTemplate:
                 f"{where} is no valid template: line {error.lineno}: {error.message}; copy it "
                 "again from the model's repository"
             ) from error
-        self.variables = frozenset(names) - _GIVEN - _GLOBALS
+        self.reads_tools = not names.isdisjoint(("tools", "tools_ts_str"))
+        self.variables = frozenset(names) - _GIVEN - set(environment.globals)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raises RequestError for a variable that the template does not read, or one of ours."""
@@ -85,8 +86,11 @@ class ChatTemplate:
             options: further variables, as `check_options` lets them pass.
             tokens: bos_token, eos_token and the like, by the names that templates use.
 
-        Raises: RequestError if the template refuses the messages, or cannot render them.
+        Raises: RequestError if the template refuses the messages, cannot render them, or knows no
+            tools.
         """
+        if tools and not self.reads_tools:
+            raise RequestError(f"{self._where} does not declare tools to the model; send none")
         mask = Mask(special_ids, [messages, tools, options, self._source, tokens])
         given = {name: mask.hide(value) for name, value in options.items()}
         if tools and "tools_ts_str" in self.variables:

@@ -156,7 +156,8 @@ def test_the_mask_keeps_letters_lengths_and_the_keys_that_templates_ask_for(trai
     assert len(text) == len("I think <think> [EOS] x_y")
     assert re.sub(r"[^\w\s]", "", text) == "I hink hink OS xy"
     assert not any(name in text for name in trained.special_ids)
-    assert mask.restore(json.dumps(hidden, ensure_ascii=False)) == json.dumps(value)
+    for ascii_only in (False, True):
+        assert mask.restore(json.dumps(hidden, ensure_ascii=ascii_only)) == json.dumps(value)
 
 
 def test_bug_18_unknown_variables_are_refused_and_known_ones_arrive(with_template):
@@ -168,6 +169,9 @@ def test_bug_18_unknown_variables_are_refused_and_known_ones_arrive(with_templat
         chat.prompt(HI, options={"tune": "dry"})
     with pytest.raises(RequestError, match="does not read 'messages'"):
         chat.prompt(HI, options={"messages": []})
+    with pytest.raises(RequestError, match="does not declare tools"):
+        chat.prompt(HI, TOOLS)
+    assert chat.prompt(HI, thinking=True, options={"tone": ""}).text == "Hi  [BOS][EOS]"
     for switch in ("thinking", "preserve_thinking"):
         with pytest.raises(RequestError, match=f"does not read '{switch}'"):
             chat.prompt(HI, **{switch: False})
@@ -238,9 +242,12 @@ def test_what_a_template_refuses_or_may_not_do_is_the_requests_error(with_templa
 
 def test_files_of_templates(with_template, tmp_path):
     assert with_template("one", "tokenizer_config.json").prompt(HI).text == "one"
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | length }}"},
+    ]
     chat = with_template(named, "tokenizer_config.json")
-    assert (chat.prompt(HI).text, chat.prompt(HI, TOOLS).text) == ("plain", "tools")
+    assert (chat.prompt(HI).text, chat.prompt(HI, TOOLS).text) == ("plain", "3")
     assert with_template("file").prompt(HI).text == "file"
     for broken, words in (("{% if %}", "is no valid template: line 1"), (5, "is a int")):
         (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
