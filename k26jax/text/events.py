@@ -183,6 +183,24 @@ class ChatMessage:
         return message
 
 
+def delta_of(event: Event) -> dict[str, Any] | None:
+    """Returns the `delta` object of an event in a streamed answer; None if it has none.
+
+    A call's first delta has its id, type and name, all others its index and more arguments.
+    """
+    if isinstance(event, ReasoningDelta):
+        return {"reasoning_content": event.text}
+    if isinstance(event, ContentDelta):
+        return {"content": event.text}
+    if isinstance(event, ToolCallStart):
+        function = {"name": event.name, "arguments": ""}
+        call = {"index": event.index, "id": event.id, "type": "function", "function": function}
+        return {"tool_calls": [call]}
+    if isinstance(event, ToolCallArguments):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return None
+
+
 def merge_deltas(events: Iterable[Event]) -> list[Event]:
     """Returns the same events with neighbouring deltas of one kind in one."""
     merged: list[Event] = []

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from k26jax.errors import RequestError, nearest
+from k26jax.text.markers import THINK_CLOSE, THINK_OPEN
 from k26jax.text.tokenizer import replace_surrogates
 from k26jax.text.tool_ids import CallIds
 
@@ -96,6 +97,8 @@ def _assistant(where: str, message: Mapping[str, Any]) -> Message:
         value = message.get(field)
         if value is not None and "reasoning_content" not in found:
             found["reasoning_content"] = _string(f"{where}.{field}", value)
+    if "reasoning_content" not in found:
+        found |= _inline_thoughts(_content(where, message.get("content")))
     calls = message.get("tool_calls")
     if calls is None or calls == []:
         return found
@@ -105,6 +108,18 @@ def _assistant(where: str, message: Mapping[str, Any]) -> Message:
         _call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)
     ]
     return found
+
+
+def _inline_thoughts(content: str) -> Message:
+    """Returns the two parts of an answer that begins with its thoughts in tags; {} for any other.
+
+    That is how servers give it that do not split it, and no text begins like that by itself.
+    """
+    rest = content.lstrip()
+    if not rest.startswith(THINK_OPEN) or THINK_CLOSE not in rest:
+        return {}
+    thoughts, _, answer = rest.removeprefix(THINK_OPEN).partition(THINK_CLOSE)
+    return {"reasoning_content": thoughts, "content": answer}
 
 
 def _call(where: str, call: Any) -> Message:

@@ -25,6 +25,7 @@ _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token"
 # Both spellings are in use: Kimi's, and that of most other families.
 THINKING_SWITCHES = ("thinking", "enable_thinking")
 _READS_STRINGS = re.compile(r"arguments(?:'\]|\"\])?\s+is\s+(?:not\s+)?string")
+_ASKS_FOR_NONE = re.compile(r"content(?:'\]|\"\])?\s+is\s+(?:not\s+)?none")
 
 
 class _Generation(ext.Extension):
@@ -48,17 +49,20 @@ class ChatTemplate:
 
     def __init__(self, source: str, where: str):
         self._source, self._where = source, where
+        # Some tell a message of calls by its missing content, others write None where it misses.
+        self._no_content = None if _ASKS_FOR_NONE.search(source) else ""
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            names = meta.find_undeclared_variables(environment.parse(source))
+            parsed = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(
                 f"{where} is no valid template: line {error.lineno}: {error.message}; copy it "
                 "again from the model's repository"
             ) from error
+        names = meta.find_undeclared_variables(parsed)
         self.reads_tools = not names.isdisjoint(("tools", "tools_ts_str"))
-        self.variables = frozenset(names) - _GIVEN - set(environment.globals)
+        self.variables = frozenset(names) - _GIVEN - set(environment.globals) - _own(parsed)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raises RequestError for a variable that the template does not read, or one of ours."""
@@ -111,7 +115,7 @@ class ChatTemplate:
         has_calls = any(message.get("tool_calls") for message in messages)
         forms = [False] if has_calls and not _READS_STRINGS.search(self._source) else []
         for keeps_strings in (*forms, True):
-            shown = [_hidden(mask, message, keeps_strings) for message in messages]
+            shown = [self._hidden(mask, message, keeps_strings) for message in messages]
             try:
                 return self._template.render(messages=shown, **given)
             except (TypeError, jinja2.UndefinedError) as error:
@@ -126,24 +130,22 @@ class ChatTemplate:
                 self._refuse(mask, error)
         raise AssertionError("the last form returns or raises")
 
+    def _hidden(self, mask: Mask, message: Message, keeps_strings: bool) -> Message:
+        """Returns a message as templates expect it, with its texts hidden and its role as it is."""
+        shown = dict(message)
+        role = shown.pop("role")
+        calls = shown.pop("tool_calls", None)
+        shown = {"role": role} | mask.hide(shown)
+        if calls:
+            shown["content"] = shown["content"] or self._no_content
+            shown["tool_calls"] = [
+                mask.hide(call if keeps_strings else _with_object(call)) for call in calls
+            ]
+        return shown
+
     def _refuse(self, mask: Mask, error: BaseException) -> NoReturn:
         message = mask.restore(str(error))[:400]
         raise RequestError(f"{self._where} cannot render these messages: {message}") from error
-
-
-def _hidden(mask: Mask, message: Message, keeps_strings: bool) -> Message:
-    """Returns a message as templates expect it, with its texts hidden and its role as it is."""
-    shown = dict(message)
-    role = shown.pop("role")
-    calls = shown.pop("tool_calls", None)
-    shown = {"role": role} | mask.hide(shown)
-    if calls:
-        if not shown["content"]:
-            shown["content"] = None
-        shown["tool_calls"] = [
-            mask.hide(call if keeps_strings else _with_object(call)) for call in calls
-        ]
-    return shown
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
@@ -153,6 +155,17 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return call
     return call | {"function": function | {"arguments": arguments}}
+
+
+def _own(parsed: nodes.Template) -> set[str]:
+    """Returns the names that a template sets itself, without asking whether it was given them."""
+    own = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+    asked = {
+        test.node.name
+        for test in parsed.find_all(nodes.Test)
+        if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
+    }
+    return own - asked
 
 
 def find_template(folder: Path, *, with_tools: bool = False) -> ChatTemplate | None:

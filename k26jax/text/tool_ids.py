@@ -18,19 +18,19 @@ def call_id(name: str, index: int) -> str:
 def resolve(text: str, names: Iterable[str]) -> tuple[str, int | None] | None:
     """Returns (name of the tool, index or None) that an id stands for; None if it names no tool.
 
-    Takes, in this order, and the longest declared name first:
-    `functions.name:3`, with any name, as the model may call what was not declared;
-    `name:3` of a declared tool; `functions_name_3` and the like, as clients keep only letters,
-    digits, `_` and `-`; `functionsname3`, where separators were taken out.
+    Takes, in this order, and the longest declared name first: `functions.name:3` and `name:3` of
+    a declared tool; `functions.name:3` with any name, as the model may call what was not declared;
+    `functions_name_3` and the like, as clients keep only letters, digits, `_` and `-`;
+    `functionsname3`, where separators were taken out.
     """
     text = text.strip()
     declared = sorted(set(names), key=lambda name: (-len(name), name))
-    exact = _CANONICAL.fullmatch(text)
+    exact, named = _CANONICAL.fullmatch(text), _NAMED.fullmatch(text)
+    for match in (exact, named):
+        if match and match["name"] in declared:
+            return match["name"], int(match["index"])
     if exact:
         return exact["name"], int(exact["index"])
-    named = _NAMED.fullmatch(text)
-    if named and named["name"] in declared:
-        return named["name"], int(named["index"])
     for name in declared:
         # A name of another separator than its declaration's is the third form too.
         pattern = _SEPARATORS.sub("[^0-9A-Za-z]", name)

@@ -89,6 +89,23 @@ def test_bug_27_reasoning_in_either_field_or_in_none():
         assert checked[1].get("reasoning_content") == expected
 
 
+def test_thoughts_in_the_content_of_an_answer_are_its_reasoning():
+    for content, expected in (
+        ("<think>R</think>A", ("R", "A")),
+        ("\n<think>R</think>\n\nA</think>", ("R", "\n\nA</think>")),
+        ("see <think>R</think>A", (None, "see <think>R</think>A")),
+        ("<think>R", (None, "<think>R")),
+    ):
+        checked = check_messages([USER, {"role": "assistant", "content": content}])[1]
+        assert (checked.get("reasoning_content"), checked["content"]) == expected
+    given = {"role": "assistant", "content": "<think>R</think>A", "reasoning": "S"}
+    assert check_messages([given])[0]["content"] == "<think>R</think>A"
+    assert check_messages([{"role": "user", "content": "<think>R</think>A"}])[0] == {
+        "role": "user",
+        "content": "<think>R</think>A",
+    }
+
+
 def test_what_clients_add_to_our_answers_is_no_error():
     extras = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "index": 0}
     assert check_messages([USER, {"role": "assistant", "content": "A"} | extras])[1] == {

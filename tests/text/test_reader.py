@@ -1,5 +1,7 @@
 """Tokens to pieces: endings, markers and positions, for every way of cutting tokens into runs."""
 
+import json
+
 import pytest
 from conversations import END, ids_of
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from k26jax.text.markers import SPELLED, Marker, markers_of
 from k26jax.text.reader import OutputReader
+from k26jax.text.tokenizer import load_tokenizer
 
 WORDS = [
     "a",
@@ -208,6 +211,25 @@ def test_spelled_markers_are_found_across_tokens_and_text_that_begins_like_one_i
     half = reader(trained, spelled=SPELLED)
     shown = half.push(trained.encode("x<|tool_call_sec")) + half.push(ids_of(trained, END))
     assert shape(shown)[0][0] == "x<|tool_call_sec"
+
+
+def test_markers_that_a_tokenizer_hides_are_markers_all_the_same(folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    for token in config["added_tokens_decoder"].values():
+        token["special"] = True
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    hiding = load_tokenizer(folder)
+    ids = ids_of(hiding, "<think>ab</think>cd")
+    for stop, expected in (
+        ([], [["", Marker.THINK_OPEN], ["ab", None], ["", Marker.THINK_CLOSE], ["cd", None]]),
+        (["d"], [["", Marker.THINK_OPEN], ["ab", None], ["", Marker.THINK_CLOSE], ["c", None]]),
+        # What is hidden does not part a stop string.
+        (["bc"], [["", Marker.THINK_OPEN], ["a", None]]),
+    ):
+        for runs in ([ids], [[token] for token in ids]):
+            target = reader(hiding, stop=stop)
+            pieces = [piece for run in runs for piece in target.push(run)]
+            assert [[text, marker] for text, _, marker in shape(pieces)] == expected
 
 
 def test_nothing_comes_after_the_end(trained):

@@ -177,6 +177,14 @@ def test_bug_18_unknown_variables_are_refused_and_known_ones_arrive(with_templat
             chat.prompt(HI, **{switch: False})
 
 
+def test_names_that_a_template_sets_are_not_its_variables():
+    source = """{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}
+    {% for m in messages %}{% set text = m.content %}{% if x %}{% set text = 1 %}{% endif %}
+    {{ text }}{% endfor %}{{ text }}{% set ns = namespace(a=1) %}{{ ns.a }}
+    {{ add_generation_prompt }}"""
+    assert ChatTemplate(source, "a template").variables == {"thinking", "x"}
+
+
 @pytest.mark.parametrize("name", ["thinking", "enable_thinking"])
 def test_bug_23_the_switch_has_the_name_that_the_template_reads(with_template, name):
     chat = with_template(
@@ -216,6 +224,16 @@ def test_arguments_have_the_form_that_the_template_reads(with_template, expressi
     source = "{% for m in messages if m.tool_calls %}{% set c = m.tool_calls[0].function %}"
     chat = with_template(source + expression + "{% endfor %}")
     assert chat.prompt([*HI, asks("a")]).text == expected
+
+
+def test_bug_19_calls_without_content_are_null_only_where_templates_ask_for_it(with_template):
+    source = "{% for m in messages if m.tool_calls %}"
+    assert (
+        with_template(source + "[{{ m.content }}]{% endfor %}").prompt([*HI, asks("a")]).text
+        == "[]"
+    )
+    asking = "{% if m['content'] is none %}null{% endif %}{% endfor %}"
+    assert with_template(source + asking).prompt([*HI, asks("a")]).text == "null"
 
 
 @pytest.mark.parametrize(

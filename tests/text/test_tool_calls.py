@@ -23,7 +23,13 @@ from conversations import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k26jax.text.events import ContentDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from k26jax.text.events import (
+    ContentDelta,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    delta_of,
+)
 
 QUERY = '{"query": "x"}'
 MARKERS = [SECTION, SECTION_END, CALL, ARGUMENTS, CALL_END, "<think>", "</think>"]
@@ -269,6 +275,22 @@ def test_bug_15_events_of_two_calls(trained):
         ToolCallEnd(0, True),
         ToolCallEnd(1, True),
     ]
+
+
+def test_bug_15_deltas_of_two_calls_byte_for_byte(trained):
+    written = f"hm</think>so{calls(call('functions.search:0', '{}'), call('call_7', QUERY))}{END}"
+    reader = answer(trained, TOOLS, thinking=True)
+    deltas = [delta_of(event) for event in reader.push(ids_of(trained, written))]
+    assert "\n".join(json.dumps(delta) for delta in deltas if delta) == (
+        '{"reasoning_content": "hm"}\n'
+        '{"content": "so"}\n'
+        '{"tool_calls": [{"index": 0, "id": "functions.search:0", "type": "function", '
+        '"function": {"name": "search", "arguments": ""}}]}\n'
+        '{"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}\n'
+        '{"tool_calls": [{"index": 1, "id": "functions.search:1", "type": "function", '
+        '"function": {"name": "search", "arguments": ""}}]}\n'
+        '{"tool_calls": [{"index": 1, "function": {"arguments": "{\\"query\\": \\"x\\"}"}}]}'
+    )
 
 
 @pytest.mark.parametrize(

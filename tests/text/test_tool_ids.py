@@ -45,6 +45,7 @@ def test_bug_02_ids_without_separators_go_to_the_longest_name(text, names, expec
         ("search:2", ("search", 2)),
         (" functions.search:2\n", ("search", 2)),
         ("functions.a.b:2", ("a.b", 2)),
+        ("functions.x:2", ("functions.x", 2)),
         ("functions.unknown:4", ("unknown", 4)),
         ("unknown:4", None),
         (":2", None),
@@ -58,7 +59,7 @@ def test_bug_02_ids_without_separators_go_to_the_longest_name(text, names, expec
     ],
 )
 def test_bug_05_ids_without_prefix_are_no_exception(text, expected):
-    assert resolve(text, ["search", "a.b"]) == expected
+    assert resolve(text, ["search", "a.b", "functions.x"]) == expected
 
 
 @given(st.text("functions.ab_-: 0129\n", max_size=24))
