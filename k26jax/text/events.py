@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -204,23 +205,20 @@ def delta_of(event: Event) -> dict[str, Any] | None:
 def merge_deltas(events: Iterable[Event]) -> list[Event]:
     """Returns the same events with neighbouring deltas of one kind in one."""
     merged: list[Event] = []
-    for event in events:
-        last = merged[-1] if merged else None
-        joined = _joined(last, event)
-        if joined is None:
-            merged.append(event)
-        else:
-            merged[-1] = joined
+    # Joined at once: one by one, a long run of deltas would be copied for each of them.
+    for kind, group in itertools.groupby(events, _kind):
+        if kind is None:
+            merged += group
+            continue
+        deltas: list[Any] = list(group)
+        text = "".join(delta.text for delta in deltas)
+        tokens = tuple(itertools.chain.from_iterable(delta.tokens for delta in deltas))
+        merged.append(replace(deltas[0], text=text, tokens=tokens))
     return merged
 
 
-def _joined(last: Event | None, event: Event) -> Event | None:
-    if isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
-        return ReasoningDelta(last.text + event.text, last.tokens + event.tokens)
-    if isinstance(event, ContentDelta) and isinstance(last, ContentDelta):
-        return ContentDelta(last.text + event.text, last.tokens + event.tokens)
-    if not isinstance(event, ToolCallArguments) or not isinstance(last, ToolCallArguments):
-        return None
-    if last.index != event.index:
-        return None
-    return ToolCallArguments(last.index, last.text + event.text, last.tokens + event.tokens)
+def _kind(event: Any) -> tuple[type, int] | None:
+    """Returns what two deltas must share to be one; None for an event that stays alone."""
+    if isinstance(event, ToolCallArguments):
+        return ToolCallArguments, event.index
+    return (type(event), 0) if isinstance(event, ReasoningDelta | ContentDelta) else None

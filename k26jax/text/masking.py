@@ -15,6 +15,12 @@ from typing import Any
 
 from k26jax.errors import RequestError
 
+_ONE_WORD = re.compile(r"[\W_]?(?P<word>[^\W_]+)[\W_]?")
+# What templates ask messages and tools for, and so no name that a user chose.
+_PROTOCOL = {
+    *("arguments", "content", "description", "function", "id", "name", "parameters", "properties"),
+    *("reasoning_content", "required", "role", "tool_call_id", "tool_calls", "type"),
+}
 _PRIVATE = (*range(0xF0000, 0xFFFFE), *range(0xE000, 0xF900))
 
 
@@ -36,9 +42,8 @@ class Mask:
     def __init__(self, names: Iterable[str], values: Iterable[Any]):
         names = [name for name in names if name]
         marks = {char for name in names for char in name if not char.isalnum() and char.strip()}
-        words = {name[1:-1] for name in names if name[1:-1].isalnum()}
-        words |= {name for name in names if name.isalnum()}
-        self._edges = {char for name in names for char in (name[0], name[-1])}
+        words = {match["word"] for name in names if (match := _ONE_WORD.fullmatch(name))}
+        self._edges = {char for name in names for char in (name[0], name[-1])} & marks
         self._words = words
         originals = sorted(marks | {word[0] for word in words})
         taken = {char for value in values for text in _texts(value) for char in text}
@@ -73,11 +78,10 @@ class Mask:
         return text.translate(self._restore)
 
     def _key(self, key: Any) -> Any:
-        # Templates ask for keys such as tool_calls, which hold neither brackets nor such a word.
-        is_suspect = isinstance(key, str) and (
-            key in self._words or not self._edges.isdisjoint(key)
-        )
-        return self.hide(key) if is_suspect else key
+        is_free = not isinstance(key, str) or key in _PROTOCOL
+        if is_free or (key not in self._words and self._edges.isdisjoint(key)):
+            return key
+        return self.hide(key)
 
 
 def _escaped(char: str) -> str:

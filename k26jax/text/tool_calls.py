@@ -60,8 +60,8 @@ class ToolCallReader:
         """Forgets what was collected of a call, or between two."""
         self._id_parts: list[str] = []
         self._parts: list[str] = []  # of arguments, or of space between calls
-        self._id_tokens: tuple[int, ...] = ()
-        self._tokens: tuple[int, ...] = ()  # of parts that wait
+        self._id_tokens: list[int] = []
+        self._tokens: list[int] = []  # of parts that wait
         self._is_named = self._is_prose = False
 
     @property
@@ -128,7 +128,7 @@ class ToolCallReader:
         self._parts.append(piece.text)
         self._tokens += piece.tokens
         if self._state is _State.BETWEEN and (self._is_prose or piece.text.strip()):
-            yield ContentDelta("".join(self._parts), self._tokens)
+            yield ContentDelta("".join(self._parts), tuple(self._tokens))
             self._clear()
             self._is_prose = True
 
@@ -170,7 +170,7 @@ class ToolCallReader:
 
     def _flush_arguments(self) -> Iterator[Event]:
         if self._is_named and self._parts:
-            yield ToolCallArguments(self._count - 1, "".join(self._parts), self._tokens)
+            yield ToolCallArguments(self._count - 1, "".join(self._parts), tuple(self._tokens))
 
     def _leave_call(self) -> Iterator[Event]:
         """Yields the end of what a marker interrupts."""
@@ -211,7 +211,7 @@ class ToolCallReader:
         id_text = "".join(self._id_parts)
         text = id_text + "".join(self._parts)
         if text:
-            yield ContentDelta(text, self._id_tokens + self._tokens)
+            yield ContentDelta(text, tuple(self._id_tokens + self._tokens))
         yield UnreadableCall(id_text)
         self._clear()
 

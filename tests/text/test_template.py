@@ -177,6 +177,17 @@ def test_bug_18_unknown_variables_are_refused_and_known_ones_arrive(with_templat
             chat.prompt(HI, **{switch: False})
 
 
+def test_keys_stay_whatever_letters_names_of_control_tokens_have():
+    mask = Mask(["/nothink", "sop", "<tool_call>", "<content>", "<|user|>"], [])
+    keys = ["tool_calls", "link_ops", "content", "user", "sop", "nothink", "a<b"]
+    hidden = list(mask.hide(dict.fromkeys(keys)))
+    assert hidden[:4] == keys[:4]
+    assert not set(hidden[4:]) & set(keys)
+    assert re.sub(r"[\ue000-\U0010ffff]", ".", mask.hide("/nothink sops <a_b> content user")) == (
+        "..othink .ops .a.b. .ontent user"
+    )
+
+
 def test_names_that_a_template_sets_are_not_its_variables():
     source = """{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}
     {% for m in messages %}{% set text = m.content %}{% if x %}{% set text = 1 %}{% endif %}

@@ -137,14 +137,15 @@ def test_bug_06_three_calls_of_one_section_for_every_split(trained, cuts):
 
 
 def test_bug_07_long_arguments_and_markers_that_come_in_one_run(trained):
-    arguments = json.dumps({"query": "lorem ipsum " * 17_000})
+    arguments = json.dumps({"query": "    return self.assertEqual(" * 7_500})
     ids = ids_of(trained, "before" + calls(call("functions.search:0", arguments)) + END)
-    reader = answer(trained, [SEARCH], max_tokens=len(ids))
-    for start in range(0, len(ids), 9):
-        reader.push(ids[start : start + 9])
     assert len(arguments) > 200_000
-    assert made(reader) == [("functions.search:0", "search", arguments, True)]
-    assert (reader.message.content, reader.message.finish_reason) == ("before", "tool_calls")
+    for size in (9, len(ids)):
+        reader = answer(trained, [SEARCH], max_tokens=len(ids))
+        for start in range(0, len(ids), size):
+            reader.push(ids[start : start + size])
+        assert made(reader) == [("functions.search:0", "search", arguments, True)]
+        assert (reader.message.content, reader.message.finish_reason) == ("before", "tool_calls")
 
 
 def test_bug_07_run_borders_at_every_position(trained):
