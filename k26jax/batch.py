@@ -18,14 +18,18 @@ from tqdm import tqdm
 
 from k26jax.engine.request import Request, SamplingParams
 from k26jax.errors import K26Error, RequestError, nearest
+from k26jax.text.thinking import read_thinking
 
 if TYPE_CHECKING:
+    from k26jax.engine.output import CompletionOutput
     from k26jax.llm import LLM
+    from k26jax.text.answer import ChatAnswer
 
-PROMPTS = ("prompt", "prompt_token_ids")
+PROMPTS = ("prompt", "prompt_token_ids", "messages")
+CHAT = ("tools", "chat_template_kwargs")
 NOTES = ("metadata", "source")
 _SAMPLING = tuple(item.name for item in fields(SamplingParams))
-_KNOWN = ("custom_id", *PROMPTS, *_SAMPLING, *NOTES)
+_KNOWN = ("custom_id", *PROMPTS, *CHAT, *_SAMPLING, *NOTES)
 _LINE_BEGIN = b'{"custom_id": '
 _MAX_MESSAGE = 500
 Write = Callable[[dict[str, Any]], None]
@@ -36,12 +40,15 @@ class Row:
     """A line to run.
 
     line: its number in the input, from 1.
+    prompt: text or token ids, or the messages of a chat.
+    chat: what a chat says besides; None for any other prompt.
     """
 
     line: int
     custom_id: str
-    prompt: str | list[int]
+    prompt: str | list[Any]
     params: SamplingParams
+    chat: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def run_batch(
       on_progress: called after every step.
     """
     summary = Summary()
-    running: dict[int, tuple[Row, Request]] = {}
+    running: dict[int, tuple[Row, Request, ChatAnswer | None]] = {}
     numbers = itertools.count()  # as the engine numbers its requests
 
     def fail(line: int, custom_id: str | None, message: str) -> None:
@@ -123,24 +130,21 @@ def run_batch(
                 summary.skipped += 1
             else:
                 try:
-                    request = llm.request(row.prompt, _seeded(row, llm.config.seed))
+                    request, answer = _request(llm, row)
                 except K26Error as error:
                     fail(row.line, row.custom_id, str(error))
                     continue
-                running[next(numbers)] = row, request
+                running[next(numbers)] = row, request, answer
                 yield request
 
     with contextlib.closing(llm.engine.run(requests())) as run:
         for number, chunk in run:
             summary.tokens += len(chunk.token_ids)
             if chunk.output is not None:
-                row, request = running.pop(number)
-                prompt_tokens = len(request.prompt_token_ids)
                 summary.succeeded += 1
                 summary.forwards += chunk.output.metrics.target_forwards
                 summary.following_tokens += len(chunk.output.token_ids) - 1
-                record = chunk.output.record(prompt_tokens)
-                write({"custom_id": row.custom_id, **record, "error": None})
+                write(_record(*running.pop(number), chunk.output))
             if on_progress:
                 on_progress(summary)
     return summary
@@ -175,6 +179,32 @@ def run_files(
                 bar.set_postfix({"tok/s": speed, "accept length": length}, refresh=False)
 
             return run_batch(llm, lines, write, done=done, defaults=defaults, on_progress=show)
+
+
+def _request(llm: LLM, row: Row) -> tuple[Request, ChatAnswer | None]:
+    """Returns a row's request and, for a chat, the reader of its answer."""
+    params = _seeded(row, llm.config.seed)
+    if row.chat is None:
+        return llm.request(row.prompt, params), None
+    said = read_thinking(chat_template_kwargs=row.chat.get("chat_template_kwargs"))
+    prompt = llm.chat_format.prompt(
+        row.prompt,
+        row.chat.get("tools"),
+        thinking=said.is_on,
+        preserve_thinking=said.is_preserved,
+        options=said.options,
+    )
+    return llm.request(prompt.token_ids, params), llm.answer(prompt, params)
+
+
+def _record(
+    row: Row, request: Request, answer: ChatAnswer | None, output: CompletionOutput
+) -> dict[str, Any]:
+    if answer is not None:
+        answer.push(output.token_ids)
+        output = replace(output, message=answer.message)
+    record = output.record(len(request.prompt_token_ids))
+    return {"custom_id": row.custom_id, **record, "error": None}
 
 
 def _seeded(row: Row, seed: int) -> SamplingParams:
@@ -241,7 +271,16 @@ def _row(line: int, custom_id: str, data: dict[str, Any], defaults: dict[str, An
     if not isinstance(prompt, kind):
         raise RequestError(f"{name} is {prompt!r:.80}, expected a {kind.__name__}")
     params = {name: data[name] for name in _SAMPLING if name in data}
-    return Row(line, custom_id, prompt, SamplingParams(**(defaults | params)))
+    chat = {name: data[name] for name in CHAT if data.get(name) is not None}
+    if chat and name != "messages":
+        raise RequestError(f"field {next(iter(chat))!r} is of a chat; give messages, not {name}")
+    return Row(
+        line,
+        custom_id,
+        prompt,
+        SamplingParams(**(defaults | params)),
+        chat if name == "messages" else None,
+    )
 
 
 def require_writable(path: Path) -> None:

@@ -22,12 +22,14 @@ from k26jax.engine.output import CompletionOutput, RequestOutput, StreamChunk
 from k26jax.engine.request import (
     Request,
     SamplingParams,
+    checked_params,
     is_listing,
     refuse_unknown,
     token_ids_of,
 )
 from k26jax.engine.runner import SHUT_DOWN
 from k26jax.errors import K26Error, RequestError
+from k26jax.llm_chat import Chatting
 
 Prompt = str | Sequence[int]
 _OPTIONS = [item for item in dataclasses.fields(EngineConfig) if item.name != "model_path"]
@@ -45,7 +47,7 @@ def _signature() -> inspect.Signature:
     return inspect.Signature([model_path, *options, *hooks])
 
 
-class LLM:
+class LLM(Chatting):
     """A loaded model that turns prompts into text.
 
     Args:
@@ -189,7 +191,7 @@ class LLM:
         """
         engine = self.engine
         engine.refuse_if_busy()
-        requests, error = self._make_requests(prompt, _checked(sampling_params))
+        requests, error = self._make_requests(prompt, checked_params(sampling_params))
         if error is not None:
             raise error
         if len(requests) != 1:
@@ -221,7 +223,7 @@ class LLM:
 
         Raises: RequestError if the prompt cannot be run, or n is not 1.
         """
-        if _checked(params).n != 1:
+        if checked_params(params).n != 1:
             raise RequestError(f"n = {params.n}, expected 1: a request is one sequence")
         requests, error = self._make_requests(prompt, params)
         if error is not None:
@@ -331,18 +333,10 @@ def _params_for(
     prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams]:
     if not is_listing(params):
-        return [_checked(params)] * len(prompts)
-    items = [_checked(item) for item in params]
+        return [checked_params(params)] * len(prompts)
+    items = [checked_params(item) for item in params]
     if len(items) != len(prompts):
         raise RequestError(
             f"{len(items)} sampling_params for {len(prompts)} prompts; give one, or one each"
         )
     return items
-
-
-def _checked(params: Any) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"sampling_params is {params!r:.80}, expected SamplingParams(...)")
-    return params

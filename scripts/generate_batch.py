@@ -1,8 +1,9 @@
 """Continues every prompt of a JSONL file; run it again to go on where it was cut.
 
-A line of the input holds custom_id, prompt (text) or prompt_token_ids, and any sampling parameter
-(temperature, max_tokens, seed, stop, ...) that differs from its flag. A line of the output holds
-custom_id, text, token_ids, finish_reason, usage, metrics and error. Lines that the output answers
+A line of the input holds custom_id, prompt (text), prompt_token_ids or messages (with tools and
+chat_template_kwargs), and any sampling parameter (temperature, max_tokens, seed, stop, ...) that
+differs from its flag. A line of the output holds custom_id, text, token_ids, finish_reason, usage,
+metrics, error and, for messages, message. Lines that the output answers
 are skipped, those with an error are tried again. Exits with 1 if any line failed.
 """
 

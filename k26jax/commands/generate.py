@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from k26jax.commands.chat import add_chat_options, chat_prompt, check_chat_options, show_events
 from k26jax.commands.options import (
     add_engine_options,
     add_sampling_options,
@@ -27,6 +28,7 @@ from k26jax.errors import RequestError
 if TYPE_CHECKING:
     from k26jax.engine.output import CompletionOutput, StreamChunk
     from k26jax.llm import LLM
+    from k26jax.text.chat import ChatPrompt
 
 MAX_TOKENS = 128
 _SHOWN_PROMPT = 2000
@@ -38,7 +40,7 @@ def add(commands: Any) -> None:
         "generate",
         help="continue one prompt",
         description="Continues one prompt. The text goes to standard output, all else to standard "
-        "error. The prompt is taken as it is, without a chat template.",
+        "error. The prompt is taken as it is, without a chat template, unless --chat is given.",
     )
     parser.add_argument("prompt", nargs="?", help="text; '-' or nothing: read standard input")
     parser.add_argument(
@@ -58,6 +60,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object in place of the text"
     )
+    add_chat_options(parser)
     add_sampling_options(parser, max_tokens=MAX_TOKENS)
     add_engine_options(parser)
     parser.set_defaults(run=run)
@@ -67,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0, or 1 if plain decoding was asked for and gave other tokens."""
     # Everything that can be wrong with the request is found before minutes go into loading.
     params = SamplingParams(**sampling_options(args))
+    check_chat_options(args)
     config = EngineConfig(**engine_options(args))
     if args.compare_plain and config.algorithm is Algorithm.NONE:
         raise RequestError(
@@ -75,14 +79,16 @@ def run(args: argparse.Namespace) -> int:
     params = dataclasses.replace(params, seed=config.seed)
     # Whether this process takes the prompt may be known only once it has met the others.
     is_alone = config.coordinator_address is None
-    prompt = _read_prompt(args) if is_alone else ""
+    text = _read_prompt(args) if is_alone else ""
     from k26jax.engine.loading import prepare
     from k26jax.llm import LLM
 
-    prepared = prepare(config)
+    prepared, chat = prepare(config), None
     if prepared.leads:
-        prompt = prompt if is_alone else _read_prompt(args)
-        prepared.request(prompt, params)
+        text = text if is_alone else _read_prompt(args)
+        chat = chat_prompt(args, prepared, text)
+        prepared.request(chat.token_ids if chat else text, params)
+    prompt = chat.token_ids if chat else text
     with (
         Startup() as startup,
         LLM.from_prepared(prepared, on_load=startup.on_load, on_compile=startup.on_compile) as llm,
@@ -95,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
             startup.on_compile("traced_steps")
             llm.engine.runner.warm_up_traces()
         startup.ready(_describe(config))
-        output, steps = _stream(llm, prompt, params, args)
+        if sys.stderr.isatty():
+            _show_prompt(chat.text if chat else text)
+        output, steps = _stream(llm, prompt, params, args, chat)
         _report(output)
         prompt_tokens = len(llm.encode(prompt))
         record = output.record(prompt_tokens) | ({"steps": steps} if args.show_trees else {})
@@ -128,6 +136,10 @@ def _read_prompt(args: argparse.Namespace) -> str:
         raise RequestError(f"the prompt cannot be read from {name}: {error}") from error
 
 
+def _show_prompt(text: str) -> None:
+    say(text if len(text) <= _SHOWN_PROMPT else "..." + text[-_SHOWN_PROMPT:], end="")
+
+
 def _describe(config: EngineConfig) -> str:
     if config.algorithm is Algorithm.DDTREE:
         return f"DDTREE, {config.speculative_ddtree_budget} nodes a tree"
@@ -135,13 +147,16 @@ def _describe(config: EngineConfig) -> str:
 
 
 def _stream(
-    llm: LLM, prompt: str, params: SamplingParams, args: argparse.Namespace
+    llm: LLM,
+    prompt: str | list[int],
+    params: SamplingParams,
+    args: argparse.Namespace,
+    chat: ChatPrompt | None = None,
 ) -> tuple[CompletionOutput, list[dict[str, Any]]]:
     """Returns the output and the drawn trees; shows the text as it comes, or after the trees."""
     show_text = not args.json
-    if sys.stderr.isatty():
-        say(prompt if len(prompt) <= _SHOWN_PROMPT else "..." + prompt[-_SHOWN_PROMPT:], end="")
     draw = _tree_drawer(llm)
+    answer = None if chat is None else llm.answer(chat, params)
     output, steps = None, []
     try:
         for step, chunk in enumerate(llm.stream(prompt, params, trace=args.show_trees)):
@@ -150,16 +165,19 @@ def _stream(
                     say()
                 draw(step, chunk)
                 steps += [dataclasses.asdict(trace) for trace in chunk.traces]
-            elif show_text:
-                print(chunk.text, end="", flush=True)
+            events = answer.push(chunk.token_ids) if answer else []
+            if show_text and not args.show_trees:
+                show_events(events) if answer else print(chunk.text, end="", flush=True)
             output = chunk.output or output
     except KeyboardInterrupt:
         say()
         raise
     assert output is not None
+    if answer is not None:
+        output = dataclasses.replace(output, message=answer.message)
     if args.show_trees and show_text:
         say()
-        print(output.text, end="")
+        print((output.message.content or "") if output.message else output.text, end="")
     if show_text:
         print(flush=True)
     return output, steps
@@ -203,7 +221,7 @@ def _report(output: CompletionOutput) -> None:
 
 
 def _compare(
-    llm: LLM, prompt: str, params: SamplingParams, shown: CompletionOutput
+    llm: LLM, prompt: str | list[int], params: SamplingParams, shown: CompletionOutput
 ) -> tuple[bool, dict[str, Any]]:
     """Returns whether plain decoding gives the same tokens, and both speeds.
 

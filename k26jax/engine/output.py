@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from k26jax.engine.request import Request
-from k26jax.text.detokenize import Detokenizer
-from k26jax.text.stop import StopMatcher
+from k26jax.text.events import ChatMessage
+from k26jax.text.reader import OutputReader
 from k26jax.text.tokenizer import Tokenizer
 
 
@@ -65,6 +65,7 @@ class CompletionOutput:
     token_ids: everything emitted, the stop token included.
     finish_reason: "stop" or "length".
     stop_reason: the stop string or the id from stop_token_ids that ended it, else None.
+    message: what the text says as the answer of a chat; None outside of one.
     """
 
     index: int
@@ -73,10 +74,11 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: int | str | None
     metrics: RequestMetrics
+    message: ChatMessage | None = None
 
     def record(self, prompt_tokens: int) -> dict[str, Any]:
         """Returns what machines read of it: an object that JSON can hold."""
-        return {
+        found: dict[str, Any] = {
             "text": self.text,
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
@@ -91,6 +93,11 @@ class CompletionOutput:
                 "ttft_seconds": self.metrics.ttft_seconds,
             },
         }
+        if self.message is not None and self.message.finish is not None:
+            found["message"] = self.message.record()
+            found["finish_reason"] = self.message.finish.reason
+            found["usage"] = self.message.finish.usage.record()
+        return found
 
 
 @dataclass(frozen=True)
@@ -131,51 +138,46 @@ class Transcript:
     """Collects a sequence's tokens, turns them into text and notices its end."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None):
-        params = request.params
         self.request = request
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self._detokenizer = (
-            Detokenizer(tokenizer, params.skip_special_tokens) if tokenizer else None
-        )
-        self._matcher = StopMatcher(params.stop_strings, params.include_stop_str_in_output)
+        self._reader = OutputReader(tokenizer, **reading(request))
+        self._texts: list[str] = []
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Everything read, the stop token included."""
+        return self._reader.token_ids
+
+    @property
+    def text(self) -> str:
+        """All text that is final."""
+        return "".join(self._texts)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop" or "length"; None before the end."""
+        return self._reader.finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop string or own stop id that ended it, else None."""
+        return self._reader.stop_reason
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Returns the text and the ids that these tokens add; none once the sequence has ended.
+        """Returns the text and the ids that these tokens add; none once the sequence has ended."""
+        before = len(self.token_ids)
+        text = "".join(piece.text for piece in self._reader.push(token_ids))
+        self._texts.append(text)
+        return text, self.token_ids[before:]
 
-        Tokens go one by one, so where they were cut into runs changes nothing.
-        """
-        text_before, ids_before = len(self.text), len(self.token_ids)
-        for token in token_ids:
-            if self.finish_reason is not None:
-                break
-            self.token_ids.append(token)
-            self._read(token)
-        return self.text[text_before:], self.token_ids[ids_before:]
 
-    def _read(self, token: int) -> None:
-        params = self.request.params
-        is_stop = token in self.request.stop_ids
-        if self._detokenizer and (not is_stop or params.include_stop_str_in_output):
-            self._show(self._matcher.push(self._detokenizer.push([token])))
-        if self.finish_reason is not None:
-            return
-        if is_stop:
-            is_own = token in (params.stop_token_ids or ())
-            self._end("stop", token if is_own else None)
-        elif len(self.token_ids) >= self.request.max_tokens:
-            self._end("length", None)
-
-    def _end(self, reason: str, stop_reason: int | None) -> None:
-        self.finish_reason, self.stop_reason = reason, stop_reason
-        if self._detokenizer:
-            self._show(self._matcher.push(self._detokenizer.flush()))
-        self._show(self._matcher.flush())
-
-    def _show(self, found: tuple[str, str | None]) -> None:
-        shown, matched = found
-        self.text += shown
-        if matched is not None:
-            self.finish_reason, self.stop_reason = "stop", matched
+def reading(request: Request) -> dict[str, Any]:
+    """Returns how a request's tokens are read: the options of `OutputReader` and `ChatAnswer`."""
+    params = request.params
+    return {
+        "max_tokens": request.max_tokens,
+        "stop_ids": request.stop_ids,
+        "own_stop_ids": tuple(params.stop_token_ids or ()),
+        "stop": params.stop_strings,
+        "include_stop": params.include_stop_str_in_output,
+        "skip_special_tokens": params.skip_special_tokens,
+    }

@@ -115,6 +115,18 @@ class SamplingParams:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
 
+def checked_params(params: Any) -> SamplingParams:
+    """Returns sampling parameters, or the default ones for None.
+
+    Raises: RequestError for anything else.
+    """
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"sampling_params is {params!r:.80}, expected SamplingParams(...)")
+    return params
+
+
 def _in_range(name: str, value: Any, low: float, high: float) -> None:
     number = int if isinstance(low, int) else (int, float)
     if isinstance(value, bool) or not isinstance(value, number) or not low <= value <= high:

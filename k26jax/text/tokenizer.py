@@ -19,6 +19,7 @@ class Tokenizer:
     Attributes:
         vocab_size: one more than the highest id.
         special_ids: name to id of every control token. Plain text never encodes to one.
+        bos_name, eos_name: names of the configured begin and end tokens, or None.
         bos_id: id of the begin token, or None; `encode` never adds it.
         eos_ids: ids that end a text, the configured end token first, then `<|im_end|>` if there
             is one (Kimi's chat turns end with it whatever the configuration says).
@@ -29,6 +30,7 @@ class Tokenizer:
         self._controls = frozenset(vocabulary.special_ids.values())
         self.vocab_size = len(vocabulary.table)
         self.special_ids = vocabulary.special_ids
+        self.bos_name, self.eos_name = settings.bos_token, settings.eos_token
         self.bos_id = self._named_id("bos_token", settings.bos_token)
         eos_id = self._named_id("eos_token", settings.eos_token)
         turn_id = self.special_ids.get(END_OF_TURN)

@@ -21,6 +21,11 @@ VOCABULARY = EOS + 1
 class Table:
     """A tokenizer of TABLE; the last two ids are control tokens."""
 
+    special_ids = {"<hid>": HIDDEN, "<end>": EOS}  # noqa: RUF012 - a table that tests read
+
+    def is_hidden(self, id):
+        return id >= HIDDEN
+
     def visible_bytes(self, ids, *, skip_special_tokens=True):
         controls = {HIDDEN: b"<hid>", EOS: b"<end>"}
         pieces = (TABLE[i] if i < HIDDEN else controls[i] for i in ids)
@@ -65,6 +70,11 @@ def expected(ids, params: SamplingParams):
     ends = own + (() if params.ignore_eos else (EOS,))
     for count, token in enumerate(ids, start=1):
         is_end = token in ends
+        is_named = params.stop == "<end>" and token == EOS and params.skip_special_tokens
+        if is_named:
+            # A stop string that is a hidden token's name is found though its text is not shown.
+            shown = "<end>" * params.include_stop_str_in_output
+            return decode(ids[: count - 1], params) + shown, ids[:count], "stop", "<end>"
         hide_last = is_end and not params.include_stop_str_in_output
         text = decode(ids[: count - hide_last], params)
         if params.stop and params.stop in text:

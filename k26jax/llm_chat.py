@@ -1,0 +1,144 @@
+"""The part of the Python API that chats: messages in, messages out."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+from k26jax.config import EngineConfig
+from k26jax.engine.engine import Engine
+from k26jax.engine.output import RequestOutput, StreamChunk, reading
+from k26jax.engine.request import SamplingParams, checked_params, is_listing, refuse_unknown
+from k26jax.errors import K26Error
+from k26jax.text.answer import ChatAnswer
+from k26jax.text.chat import ChatFormat, ChatPrompt, chat_format
+from k26jax.text.events import Event
+
+Messages = Sequence[Mapping[str, Any]]
+_OPTIONS = [name for name in inspect.signature(ChatFormat.prompt).parameters][2:]
+
+
+class Chatting(abc.ABC):
+    """Chat methods on top of `generate` and `stream`."""
+
+    config: EngineConfig
+
+    @property
+    @abc.abstractmethod
+    def engine(self) -> Engine:
+        """The engine behind this object."""
+
+    @abc.abstractmethod
+    def generate(self, prompts: Any, sampling_params: Any = None, **options: Any) -> Any:
+        """Returns one output per prompt."""
+
+    @abc.abstractmethod
+    def stream(self, prompt: Any, sampling_params: Any = None) -> Any:
+        """Yields a chunk a step."""
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = False,
+        raise_on_error: bool = False,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Returns one output per conversation, in order, as `generate` does.
+
+        Each of its sequences has a `message`: thoughts, content, calls of tools, finish, usage.
+
+        Args:
+          messages: a list of objects with role and content, or a list of such lists.
+          options: tools, thinking, preserve_thinking and options of `ChatFormat.prompt`, the same
+            for all conversations.
+        """
+        refuse_unknown("chat", list(options), _OPTIONS)
+        params, chats = checked_params(sampling_params), _as_chats(messages)
+        prompts: list[ChatPrompt | K26Error] = []
+        for item in chats:
+            try:
+                prompts.append(self.chat_format.prompt(item, **options))
+            except K26Error as error:
+                if raise_on_error:
+                    raise
+                prompts.append(error)
+        good = [prompt for prompt in prompts if isinstance(prompt, ChatPrompt)]
+        ran = self.generate(
+            [prompt.token_ids for prompt in good],
+            params,
+            use_tqdm=use_tqdm,
+            raise_on_error=raise_on_error,
+        )
+        results = iter([self._told(*pair, params) for pair in zip(ran, good, strict=True)])
+        return [
+            RequestOutput(None, [], [], error=str(prompt))
+            if isinstance(prompt, K26Error)
+            else next(results)
+            for prompt in prompts
+        ]
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> Generator[list[Event], None, None]:
+        """Yields the events of each decoding step of one answer; the last is its `Finish`.
+
+        Args:
+          options: as `chat` takes them.
+
+        Raises: as `stream`, and RequestError for messages or options that make no prompt.
+        """
+        refuse_unknown("stream_chat", list(options), _OPTIONS)
+        params = checked_params(sampling_params)
+        prompt = self.chat_format.prompt(messages, **options)
+        return _answers(self.stream(prompt.token_ids, params), self.answer(prompt, params))
+
+    def answer(self, prompt: ChatPrompt, params: SamplingParams) -> ChatAnswer:
+        """Returns the reader of the tokens that the model gives for a chat's prompt.
+
+        Raises: RequestError if the prompt cannot be run.
+        """
+        loaded = self.engine.loaded
+        assert loaded.tokenizer is not None, "a chat's prompt was made with the tokenizer"
+        request = loaded.request(prompt.token_ids, params)
+        return ChatAnswer(loaded.tokenizer, prompt, **reading(request))
+
+    def _told(
+        self, result: RequestOutput, prompt: ChatPrompt, params: SamplingParams
+    ) -> RequestOutput:
+        """Returns a result with the messages of its sequences; their tokens are read once more."""
+        outputs = []
+        for output in result.outputs:
+            answer = self.answer(prompt, params)
+            answer.push(output.token_ids)
+            outputs.append(dataclasses.replace(output, message=answer.message))
+        return dataclasses.replace(result, prompt=prompt.text, outputs=outputs)
+
+    @functools.cached_property
+    def chat_format(self) -> ChatFormat:
+        """How this model writes conversations.
+
+        Raises: TokenizerError for a model without a tokenizer, or with a broken template.
+        """
+        return chat_format(self.config.model_path, self.engine.loaded.tokenizer)
+
+
+def _answers(
+    chunks: Generator[StreamChunk, None, None], answer: ChatAnswer
+) -> Generator[list[Event], None, None]:
+    with contextlib.closing(chunks):
+        for chunk in chunks:
+            if events := answer.push(chunk.token_ids):
+                yield events
+
+
+def _as_chats(messages: Messages | Sequence[Messages]) -> list[Any]:
+    items: list[Any] = list(messages) if is_listing(messages) else []
+    nested = bool(items) and all(is_listing(item) for item in items)
+    return items if nested else [messages]
