@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k26jax.bench.published import MODELS, has_published_drafter, published
+from k26jax.commands.options import algorithms_of, widths_of
 from k26jax.commands.terminal import new_figure, say
-from k26jax.errors import ConfigError, KernelError, nearest
+from k26jax.errors import ConfigError, KernelError
 
 if TYPE_CHECKING:
     from k26jax.bench.rank import Job, Row
 
 _READ_BYTES = 1 << 31
-_ALGORITHMS = ("NONE", "DDTREE")
 
 
 def add(things: Any) -> argparse.ArgumentParser:
@@ -125,8 +125,8 @@ def job_of(args: argparse.Namespace) -> Job:
         tp_size=args.tp_size,
         ep_size=args.ep_size,
         context=args.context,
-        widths=_widths(args.width),
-        algorithms=_algorithms(args.algorithm),
+        widths=widths_of(args.width),
+        algorithms=algorithms_of(args.algorithm),
         kernels=settle_kernels(args.kernels, model, jnp.dtype("bfloat16")),
         check_tokens=args.check_tokens,
     )
@@ -177,12 +177,14 @@ def lines(row: Row, rows: Sequence[Row], rate: float) -> list[str]:
             f"{row.layer_kernels:.1f} kernels an MoE layer, the host {row.host_share:.1%} of the "
             f"step, {row.accept_length:.2f} tokens a step"
         )
-    elif row.stage == "tree_build" and row.heap_seconds:
-        found.append(
-            f"{name} the published heap builder on the host: {row.heap_seconds * 1e6:.1f} us, "
-            f"{row.heap_seconds / row.seconds:.1f} times that, and the way there and back"
-        )
     same = [item for item in rows if (item.algorithm, item.width) == (row.algorithm, row.width)]
+    if row.stage == "tree_build":
+        step = next(item.seconds for item in same if isinstance(item, StepRow))
+        found.append(
+            f"{name} tree_build is {row.seconds / step:.2%} of the step; the published heap "
+            f"builder on the host takes {row.heap_seconds * 1e6:.1f} us "
+            f"({row.heap_seconds / step:.2%}), and the way there and back"
+        )
     share = share_of_small_stages(same) if row.stage == "compact" else None
     if share is not None:
         found.append(f"{name} draft, tree_build, accept and compact: {share:.1%} of the step")
@@ -225,21 +227,3 @@ def _figures(row: Row, rate: float) -> dict[str, Any]:
     if isinstance(row, TokensRow):
         return found | {"stage": "tokens"}
     return found | {"floor_seconds": row.floor_seconds(rate)}
-
-
-def _widths(text: str) -> tuple[int, ...]:
-    words = [word for word in text.split(",") if word]
-    if not words or not all(word.isdigit() and 1 <= int(word) <= 255 for word in words):
-        raise ConfigError(f"--width {text}: expected numbers from 1 to 255, such as 1,16,32")
-    return tuple(dict.fromkeys(map(int, words)))
-
-
-def _algorithms(text: str) -> tuple[str, ...]:
-    words = tuple(word.upper() for word in text.split(",") if word)
-    for word in words:
-        if word not in _ALGORITHMS:
-            raise ConfigError(
-                f"--algorithm {text}: {word!r} is none of {', '.join(_ALGORITHMS)}"
-                f"{nearest(word, _ALGORITHMS)}"
-            )
-    return words

@@ -223,7 +223,8 @@ def test_lines_a_record_and_a_picture(tmp_path, monkeypatch, capsys, gpu):
         "ratio 2.67",
         "DDTREE T=16  108.2 distinct experts a layer (109.8 if rows chose independently), 16.0 "
         "different tokens in a tree, 20.0 kernels an MoE layer, the host 0.4% of the step, 1.25",
-        "the published heap builder on the host: 100.0 us, 10.0 times that",
+        "tree_build is 0.10% of the step; the published heap builder on the host takes 100.0 us "
+        "(1.00%)",
         "DDTREE T=16  draft, tree_build, accept and compact: 10.0% of the step",
         "DDTREE T=16  256 of 256 greedy tokens are plain decoding's",
     ):
