@@ -39,8 +39,8 @@ class Routing:
     """What some steps asked of the experts.
 
     touched: distinct experts of this rank, mean over MoE layers and steps.
-    different_tokens: of a tree, mean over steps. Rows of one token at one depth choose alike, so
-      a random model's trees should have as many as a real one's.
+    different_tokens: of a tree, mean over steps. Rows of one token choose nearly alike. A random
+      draft is sure of nothing, so all nodes are children of the root, each of another token.
     """
 
     touched: float
