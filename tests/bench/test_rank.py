@@ -86,7 +86,9 @@ def _kernels(engine) -> collections.Counter:
     return found
 
 
-@pytest.mark.parametrize(("tp_size", "ep_size"), [(8, 1), (2, 4)])
+@pytest.mark.parametrize(
+    ("tp_size", "ep_size"), [(2, 4), pytest.param(8, 1, marks=pytest.mark.slow)]
+)
 def test_a_rank_alone_holds_and_launches_what_a_rank_of_a_mesh_does(tp_size, ep_size):
     mesh, alone = _engines("pallas", tp_size, ep_size)
     shapes = jax.tree.map(lambda x: x.addressable_shards[0].data.shape, mesh.params)
