@@ -36,6 +36,27 @@ class Compared:
         return self.predicted_seconds / self.measured_seconds - 1
 
 
+_SAME = ("config", "layers", "tp_size", "ep_size", "context", "device")
+
+
+def merged(paths: Sequence[Path]) -> dict[str, Any]:
+    """Returns files that `bench rank --json` wrote of different widths as one.
+
+    The first one's reading rate holds for all.
+
+    Raises: ConfigError if one is none, or they measure different things.
+    """
+    records = [read_measured(path) for path in paths]
+    for path, record in zip(paths, records, strict=True):
+        for name in _SAME:
+            if record.get(name) != records[0].get(name):
+                raise ConfigError(
+                    f"{path} has {name} {record.get(name)}, and {paths[0]} has "
+                    f"{records[0].get(name)}; only widths may differ"
+                )
+    return {**records[0], "rows": [row for record in records for row in record["rows"]]}
+
+
 def read_measured(path: Path) -> dict[str, Any]:
     """Returns a file that `bench rank --json` wrote.
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from k26jax.bench.calibrate import calibrated, compare, read_measured, worst
+from k26jax.bench.calibrate import calibrated, compare, merged, worst
 from k26jax.bench.costs import ALL_REDUCES, CARDS, Costs, all_reduce, card
 from k26jax.bench.perf_model import WIDTHS, Setting, Step, best, predict, rank_bytes
 from k26jax.bench.published import MODELS, has_published_drafter, published
@@ -51,7 +51,13 @@ def add(commands: Any) -> None:
         help="tokens a step that a chain of the drafter's whole block gives (default: %(default)s)",
     )
     add("--all-reduce", metavar="NAME", help="one of the link's measurements (default: each)")
-    add("--measured", type=Path, metavar="FILE", help="costs from `bench rank --json`")
+    add(
+        "--measured",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="costs from `bench rank --json`; several files of different widths count as one",
+    )
     add("--routing", type=Path, metavar="FILE", help="distinct experts from a trace: see the docs")
     add("--plot", type=Path, metavar="FILE", help="draw times and speeds as a PNG")
     parser.set_defaults(run=run)
@@ -67,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         new_figure((1, 1))
     if args.measured:
-        record = read_measured(args.measured)
+        record = merged(args.measured)
         costs = calibrated(record, setting)
         setting = dataclasses.replace(setting, costs=costs)
         if setting.card.name in record.get("device", ""):

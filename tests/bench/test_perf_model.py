@@ -12,7 +12,7 @@ import pytest
 from fixtures.paths import REPOSITORY
 
 from k26jax.bench.acceptance import chain_rate, tree_accept_length
-from k26jax.bench.calibrate import calibrated, compare, read_measured, worst
+from k26jax.bench.calibrate import calibrated, compare, merged, read_measured, worst
 from k26jax.bench.costs import ALL_REDUCES, CARDS, AllReduce, Costs, all_reduce, card
 from k26jax.bench.perf_model import Setting, best, predict, rank_bytes, touched_experts
 from k26jax.bench.published import published
@@ -154,6 +154,18 @@ def test_a_file_that_is_no_record_is_refused(tmp_path):
             read_measured(path)
     path.write_text(json.dumps(_record(Costs())))
     assert read_measured(path)["tp_size"] == 8
+
+
+def test_files_of_different_widths_count_as_one(tmp_path):
+    paths = [tmp_path / name for name in "abc"]
+    for path, widths in zip(paths, [(1, 16), (8,), (32,)], strict=True):
+        path.write_text(json.dumps(_record(Costs(), widths=widths)))
+    record = merged(paths)
+    assert [row["width"] for row in record["rows"] if row["stage"] == "step"] == [1, 16, 8, 32]
+    assert worst(compare(record, _setting(costs=calibrated(record, _setting())))) < 0.02
+    paths[1].write_text(json.dumps({**_record(Costs()), "context": 99}))
+    with pytest.raises(ConfigError, match="has context 99"):
+        merged(paths)
 
 
 def test_routing_from_a_trace(tmp_path):
