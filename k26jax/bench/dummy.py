@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -46,9 +46,7 @@ def dummy_engine(
     shapes = {"target": arrays(target)} | ({"drafter": arrays(drafter)} if drafter else {})
 
     def make(name: str) -> Params:
-        places = placement.shardings(name) if placement else {}
-        leaves = _leaves(shapes[name])
-        return nest({path: _make(path, leaf, places.get(path)) for path, leaf in leaves})
+        return made_up(shapes[name], placement.shardings(name) if placement else {})
 
     params = {"drafter": make("drafter")} if drafter else {}
     if plan.kernels == "pallas" and model.moe_layer_ids:
@@ -81,10 +79,26 @@ def plan_of(width: int, draft: DraftConfig | None, kernels: str) -> tuple[Plan, 
     return Plan.tree(width - 1, draft.depth, draft.block_size, kernels), Algorithm.DDTREE
 
 
-def _leaves(tree: Params, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def made_up(shapes: Params, places: Mapping[str, Any]) -> Params:
+    """Returns parameters of these shapes, each made in its place.
+
+    Args:
+      places: shardings by path; without one, the first device.
+    """
+    return nest({path: _make(path, leaf, places.get(path)) for path, leaf in leaves_of(shapes)})
+
+
+def noise(shape: tuple[int, ...], dtype: Any, seed: int) -> jax.Array:
+    """Returns uniform numbers of variance 1, a fixed function of their indices."""
+    unit = _mixed(shape, seed).astype(jnp.float32) * np.float32(2**-31) - 1
+    return (unit * np.float32(math.sqrt(3))).astype(dtype)
+
+
+def leaves_of(tree: Params, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields parameters by their paths, dots between the parts."""
     for name, value in tree.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves_of(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 

@@ -54,7 +54,7 @@ def _slope(
     def chain(n_calls: int) -> Callable[..., jax.Array]:
         def program(x: jax.Array, *operands: Any) -> jax.Array:
             for number in range(n_calls):
-                x = _touched(x, jax.tree.leaves(call(number, x, *operands)))
+                x = touched(x, jax.tree.leaves(call(number, x, *operands)))
             return x
 
         return jax.jit(program)
@@ -63,7 +63,7 @@ def _slope(
     return (long - short) / (lengths[1] - lengths[0])
 
 
-def _touched(x: jax.Array, results: Sequence[jax.Array]) -> jax.Array:
+def touched(x: jax.Array, results: Sequence[jax.Array]) -> jax.Array:
     """Returns x in its own memory, which XLA takes to depend on the results."""
 
     def kernel(x_ref: Any, *refs: Any) -> None:

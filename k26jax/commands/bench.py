@@ -1,4 +1,4 @@
-"""`k26jax bench kernels`: times, floors and ratios of the kernels on the GPU there is."""
+"""`k26jax bench`: times, floors and ratios of kernels, or of a rank's steps, on a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k26jax.commands.terminal import say
+from k26jax.commands import bench_rank
+from k26jax.commands.terminal import new_figure, say
 from k26jax.errors import KernelError
 
 if TYPE_CHECKING:
@@ -18,19 +19,30 @@ _READ_BYTES = 1 << 31
 
 
 def add(commands: Any) -> None:
-    """Adds the command's parser."""
+    """Adds the command's parser, and one for each thing it measures."""
     parser = commands.add_parser(
         "bench",
         help="measure on this machine's GPU",
+        description="Measures on this machine's GPU. A line is printed as soon as it is measured.",
+    )
+    things = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    kernels = things.add_parser(
+        "kernels",
+        help="every kernel",
         description="Measures every kernel at the sizes of one of eight ranks of Kimi K2.6: time, "
         "the bytes that must move, the time in which a plain kernel reads as many (measured in "
         "the same run), and their ratio. A line is printed as soon as it is measured.",
     )
-    parser.add_argument("what", choices=("kernels",), help="what to measure")
-    parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these kernels")
+    kernels.add_argument("--kernel", nargs="+", metavar="NAME", help="only these kernels")
+    add_outputs(kernels)
+    kernels.set_defaults(run=run)
+    add_outputs(bench_rank.add(things))
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of what is written besides text."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them as a PNG too")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,12 +94,7 @@ def draw(rows: Sequence[Row], rate: float, path: Path, *, title: str) -> None:
 
     Raises: KernelError if matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise KernelError("--plot needs matplotlib; pip install 'k26jax[bench]'") from None
-
-    figure = Figure(figsize=(9, 1 + 0.22 * len(rows)), layout="constrained")
+    figure = new_figure((9, 1 + 0.22 * len(rows)))
     axes = figure.subplots()
     ours = [row for row in rows if row.by == "k26jax"]
     names = [f"{row.kernel}, {row.case}" for row in ours]

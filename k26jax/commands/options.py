@@ -13,9 +13,10 @@ from typing import Any
 from k26jax.commands.terminal import say
 from k26jax.config import EngineConfig
 from k26jax.engine.request import SamplingParams
-from k26jax.errors import RequestError, nearest
+from k26jax.errors import ConfigError, RequestError, nearest
 
 ENVIRONMENT_PREFIX = "K26JAX_"
+MEASURED_ALGORITHMS = ("NONE", "DDTREE")
 _DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
 # Field, type, metavar, help.
 _SAMPLING = (
@@ -154,3 +155,29 @@ def _readers() -> dict[str, Callable[[str], Any]]:
         kinds = set(typing.get_args(hint) or (hint,)) - {type(None)}
         readers[name] = tokens if name == "context_length" else int if kinds == {int} else str
     return readers
+
+
+def widths_of(text: str) -> tuple[int, ...]:
+    """Returns the rows of a step that --width lists.
+
+    Raises: ConfigError if it is no list of widths.
+    """
+    words = [word for word in text.split(",") if word]
+    if not words or not all(word.isdigit() and 1 <= int(word) <= 255 for word in words):
+        raise ConfigError(f"--width {text}: expected numbers from 1 to 255, such as 1,16,32")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def algorithms_of(text: str) -> tuple[str, ...]:
+    """Returns the algorithms that --algorithm lists, of those that are planned and measured.
+
+    Raises: ConfigError for another name.
+    """
+    words = tuple(word.upper() for word in text.split(",") if word)
+    for word in words:
+        if word not in MEASURED_ALGORITHMS:
+            raise ConfigError(
+                f"--algorithm {text}: {word!r} is none of {', '.join(MEASURED_ALGORITHMS)}"
+                f"{nearest(word, MEASURED_ALGORITHMS)}"
+            )
+    return words

@@ -11,6 +11,8 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from k26jax.errors import KernelError
+
 _PLAIN_LINE_SECONDS = 10.0
 
 
@@ -22,6 +24,18 @@ def say(text: str = "", end: str = "\n") -> None:
 def uses_color(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether standard error is a terminal whose user did not switch colours off (NO_COLOR)."""
     return sys.stderr.isatty() and not environment.get("NO_COLOR")
+
+
+def new_figure(size: tuple[float, float]) -> Any:
+    """Returns an empty picture of this many inches, which opens no window.
+
+    Raises: KernelError if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise KernelError("--plot needs matplotlib; pip install 'k26jax[bench]'") from None
+    return Figure(figsize=size, layout="constrained")
 
 
 class Startup:

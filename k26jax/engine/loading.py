@@ -162,7 +162,7 @@ def prepare(config: EngineConfig) -> Prepared:
     context_length = _context_length(config, model_config)
     dtype = _dtype(config.dtype)
     tokenizer = _tokenizer(folder, model_config)
-    kernels = _kernels(config.kernels, model_config, dtype)
+    kernels = settle_kernels(config.kernels, model_config, dtype)
     drafter = None
     if config.algorithm is not Algorithm.NONE:
         draft_folder = Path(str(config.speculative_draft_model_path))
@@ -257,7 +257,7 @@ def _tp_size(config: EngineConfig, cluster: Cluster | None) -> int:
     return max(jax.device_count() // config.ep_size, 1) if cluster else 1
 
 
-def _kernels(choice: str, model_config: ModelConfig, dtype: jnp.dtype) -> str:
+def settle_kernels(choice: str, model_config: ModelConfig, dtype: jnp.dtype) -> str:
     """Returns the implementation to run; "auto" takes the GPU kernels where they apply.
 
     Raises: KernelError if the kernels were asked for and have no layout for the experts.

@@ -174,14 +174,14 @@ class Runner:
             chunk = self._chunk(0, (), 0, int(size), None)
             program = self._placed(self._prefill_program(kind == "logits"), 2)
             program = jax.jit(program, donate_argnums=2)
-            return program.lower(params, chunk, state).compile(_options())
+            return program.lower(params, chunk, state).compile(compile_options())
         if name == "release":
             places = None if self._loaded.placement is None else places_of(state)
             program = jax.jit(_release, donate_argnums=0, out_shardings=places)
             return program.lower(state, np.int32(0)).compile()
         program = self._placed(self._steps_program(kind == "traced"), 1)
         program = jax.jit(program, donate_argnums=1)
-        return program.lower(params, state, np.int32(1)).compile(_options())
+        return program.lower(params, state, np.int32(1)).compile(compile_options())
 
     def _state_maker(self) -> Callable[[], SpecState]:
         loaded = self._loaded
@@ -251,7 +251,8 @@ class Runner:
         )
 
 
-def _options() -> dict[str, Any]:
+def compile_options() -> dict[str, Any]:
+    """Returns what XLA is told for every program that computes rows of the models."""
     return _OPTIONS | (_GPU_OPTIONS if jax.default_backend() == "gpu" else {})
 
 

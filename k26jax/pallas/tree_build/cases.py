@@ -21,5 +21,9 @@ CASES = (
     Case("one token a row", 40, 1, 33),
     Case("no node", 2, 3, 0),
     Case("largest", 7, 254, 254),
-    *(Case(f"k26 {b}", 7, b, b, is_small=False) for b in (16, 64, 254)),
+    *(
+        Case(f"k26 {budget} nodes, {slots} trees", 7, budget, budget, slots, is_small=False)
+        for slots in (1, 8)
+        for budget in (8, 16, 32, 64, 254)
+    ),
 )
