@@ -35,7 +35,8 @@ def summed_dense(
 ) -> jax.Array:
     """Returns x [n, i] times a layer's weight transposed, [n, o] in x's dtype.
 
-    Where a rank holds some of the inputs, its product is a part of a sum over ranks.
+    Where a rank holds some of the inputs, its product is a part of a sum over ranks, which comes
+    back in float32: who adds it to the residual rounds it there, and no kernel does that alone.
 
     Args:
       weights: the stack, [l, o, i].
@@ -44,7 +45,7 @@ def summed_dense(
     if weights.shape[-1] == inputs:
         return dense(x, (weights,), layer=layer, kernels=kernels)[0]
     part = dense(x, (weights,), layer=layer, dtypes=(jnp.float32,), kernels=kernels)[0]
-    return sum_over_ranks(part, MODEL).astype(x.dtype)
+    return sum_over_ranks(part, MODEL)
 
 
 def flat(x: jax.Array) -> jax.Array:

@@ -186,7 +186,9 @@ class MoE(nnx.Module):
         kernels: str,
         differentiable: bool = False,
     ) -> jax.Array:
-        """Returns the output of the stack's `row`-th block.
+        """Returns the output of the stack's `row`-th block, [n, d].
+
+        In x's dtype; the sum of several ranks in float32, for the residual sum to round.
 
         Args:
           x: [n, d].
@@ -195,7 +197,7 @@ class MoE(nnx.Module):
         """
         logits, shared = self.first_products(row, x, kernels)
         topk_ids, topk_weights, blocks = self.choose(row, logits, valid, kernels)
-        # Of several ranks each has a part of a sum, which is rounded once, behind it.
+        # Of several ranks each has a part of a sum, which is rounded once, by who reads it.
         dtype = x.dtype if ranks(EXPERT) * ranks(MODEL) == 1 else jnp.float32
         if hasattr(self, "experts"):
             out = tiled_experts(
@@ -223,7 +225,7 @@ class MoE(nnx.Module):
                 kernels=kernels,
                 differentiable=differentiable,
             )
-        return sum_over_ranks(out, EXPERT, MODEL).astype(x.dtype)
+        return sum_over_ranks(out, EXPERT, MODEL)
 
     def first_products(
         self, row: int, x: jax.Array, kernels: str
