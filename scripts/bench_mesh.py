@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from k26jax.bench.mesh import CONFIGS, check, measure, models
+from k26jax.bench.mesh import CONFIGS, all_reduces, check, measure, models
 from k26jax.cli import Parser, run_command
 
 
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         "options": {k: str(v) for k, v in vars(args).items() if k != "run"},
         "checks": [],
         "rows": [],
+        "all_reduces": [],
     }
     print(f"{results['devices']}, jax {jax.__version__}", flush=True)
     good = args.skip_check or _check(args, results)
@@ -83,6 +84,12 @@ def run(args: argparse.Namespace) -> int:
             f"({record['all_reduce_share']:.0%} of it), tokens/s at accept length {shown}",
             flush=True,
         )
+    for form, n_bytes, seconds in all_reduces(
+        args.tp_size, args.ep_size, model.hidden_size, sorted({*widths, 64})
+    ):
+        results["all_reduces"].append({"form": form, "bytes": n_bytes, "seconds": seconds})
+        _save(args, results)
+        print(f"all-reduce of {n_bytes} bytes, {form}: {seconds * 1e6:.1f} us", flush=True)
     return 0 if good else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import statistics
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from k26jax.bench.dummy import dummy_engine, plan_of
 from k26jax.bench.programs import rank_config
@@ -22,11 +23,16 @@ from k26jax.engine.loading import Loaded
 from k26jax.engine.request import Request, SamplingParams
 from k26jax.engine.runner import Runner
 from k26jax.sharding.collectives import sum_over_ranks
-from k26jax.sharding.mesh import on_mesh
+from k26jax.sharding.mesh import make_mesh, on_mesh
 from k26jax.sharding.rules import MESH_AXES
 
 ACCEPT_LENGTHS = (1, 3, 4, 5, 6)
 STEPS = 8
+# How XLA is told to add over ranks: left alone it takes a kernel of its own where it can.
+ALL_REDUCE_FORMS: dict[str, dict[str, str]] = {
+    "XLA's choice": {},
+    "NCCL": {"xla_gpu_experimental_use_collective_kernels": ""},
+}
 CONFIGS = ("kimi-k2.6", "small")
 
 
@@ -195,18 +201,35 @@ def measure(
         )
 
 
+def all_reduces(
+    tp_size: int, ep_size: int, width: int, rows: Sequence[int]
+) -> Iterator[tuple[str, int, float]]:
+    """Yields form, bytes and seconds of one sum of float32 [n, width] for each n of `rows`.
+
+    Zero seconds on one device.
+    """
+    mesh = make_mesh(tp_size, ep_size)
+    for count, (form, options) in itertools.product(rows, ALL_REDUCE_FORMS.items()):
+        yield form, 4 * count * width, _seconds_of_a_sum(mesh, count, width, options)
+
+
 def all_reduce_seconds(loaded: Loaded, rows: int, width: int) -> float:
     """Returns the seconds of one sum of float32 [rows, width] over all ranks; 0 on one device."""
-    if loaded.placement is None:
+    mesh = None if loaded.placement is None else loaded.placement.mesh
+    return _seconds_of_a_sum(mesh, rows, width, {})
+
+
+def _seconds_of_a_sum(mesh: Mesh | None, rows: int, width: int, options: dict[str, str]) -> float:
+    if mesh is None:
         return 0.0
-    mesh, whole = loaded.placement.mesh, PartitionSpec()
+    whole = PartitionSpec()
 
     def one(x: jax.Array) -> jax.Array:
         return sum_over_ranks(x, *MESH_AXES) / mesh.size
 
     call = on_mesh(one, mesh, whole, whole)
     x = jax.device_put(jnp.ones((rows, width)), jax.NamedSharding(mesh, whole))
-    return seconds_a_call(lambda _, x: call(x), x)
+    return seconds_a_call(lambda _, x: call(x), x, options=options)
 
 
 def _options(tp_size: int, ep_size: int, *, context: int, kernels: str) -> EngineConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ def seconds_a_call(
     *,
     lengths: tuple[int, int] = (8, 40),
     repeats: int = 9,
+    options: Mapping[str, Any] | None = None,
 ) -> float:
     """Returns the seconds of one call among many that wait for each other.
 
@@ -33,8 +34,9 @@ def seconds_a_call(
     Args:
       call: (number of the call, x, *operands) -> arrays; the number picks weights or routings, so
         that the cache of the card holds none of them.
+      options: of XLA, for the programs of calls.
     """
-    whole = _slope(call, x, operands, lengths, repeats)
+    whole = _slope(call, x, operands, lengths, repeats, options)
     return whole - _seconds_a_link(x.shape, x.dtype, lengths, repeats)
 
 
@@ -50,6 +52,7 @@ def _slope(
     operands: Sequence[Any],
     lengths: tuple[int, int],
     repeats: int,
+    options: Mapping[str, Any] | None = None,
 ) -> float:
     def chain(n_calls: int) -> Callable[..., jax.Array]:
         def program(x: jax.Array, *operands: Any) -> jax.Array:
@@ -57,7 +60,7 @@ def _slope(
                 x = touched(x, jax.tree.leaves(call(number, x, *operands)))
             return x
 
-        return jax.jit(program)
+        return jax.jit(program, compiler_options=dict(options or {}))
 
     short, long = (_median(chain(n), x, operands, repeats) for n in lengths)
     return (long - short) / (lengths[1] - lengths[0])
