@@ -25,7 +25,7 @@ from k26jax.pallas.int4_moe import (
     tiled_experts,
 )
 from k26jax.pallas.int4_moe.reference import GROUP_SIZE
-from k26jax.pallas.router import Blocks, block_list, route, route_and_list
+from k26jax.pallas.router import Blocks, route_and_list
 from k26jax.sharding.collectives import counted_once, rank, ranks, sum_over_ranks
 from k26jax.sharding.rules import EXPERT, MODEL
 
@@ -169,14 +169,9 @@ class MoE(nnx.Module):
             routed_scaling_factor=config.routed_scaling_factor,
             kernels=kernels,
         )
-        if ranks(EXPERT) == 1:
-            return route_and_list(logits, bias, valid, rows=BLOCK_ROWS, **rule)
         held = config.n_routed_experts // ranks(EXPERT)
-        topk_ids, topk_weights = route(logits, bias, **rule)
-        local = topk_ids - rank(EXPERT) * held
-        is_here = valid[:, None] & (local >= 0) & (local < held)
-        local = jnp.where(is_here, local, held)
-        return local, topk_weights, block_list(local, held, BLOCK_ROWS, kernels=kernels)
+        here = {"first": rank(EXPERT) * held, "held": held}
+        return route_and_list(logits, bias, valid, rows=BLOCK_ROWS, **here, **rule)
 
     def __call__(
         self,

@@ -123,7 +123,11 @@ def routes() -> Operation:
     bias = values(2, (2, n_experts), jnp.float32)
 
     def call(logits, bias):
-        return router.route(logits.swapaxes(0, 1), bias, layer=1, **KIMI_K26, **PALLAS)
+        options = {"layer": 1, **KIMI_K26, **PALLAS}
+        parts, valid = logits.swapaxes(0, 1), jnp.ones(len(logits), bool)
+        # One token's program makes the list too.
+        *listed, _ = router.route_and_list(parts, bias, valid, rows=8, **options)
+        return router.route(parts, bias, **options), listed
 
     return Operation((logits,), (bias,), call)
 

@@ -154,8 +154,25 @@ def test_block_list(tokens, top_k, n_experts, rows):
             assert_same(found, expected)
 
 
-def test_no_launch_beside_the_two_kernels():
-    for tokens, launches in ((1, 2), (17, 2)):
+@pytest.mark.parametrize("first", [0, 9, 18])
+def test_a_rank_lists_its_own_experts(first):
+    """Ids count from its first; at 6 and 18 pairs, and at 600, which plain JAX lists."""
+    case = next(case for case in SMALL if case.name == "moonlight")._replace(n_experts=27)
+    for tokens in (1, 3, 100):
+        logits, bias, valid = inputs(case._replace(n_tokens=tokens))
+        options = {"rows": 8, "held": 9, **case.rule}
+        found = program(route_and_list, **options)(logits, bias, valid, first=np.int32(first))
+        everywhere, _ = reference.route(logits, bias, **case.rule)
+        wanted = np.where(valid[:, None], np.asarray(everywhere) - first, 9)
+        wanted = np.where((wanted >= 0) & (wanted < 9), wanted, 9).astype(np.int32)
+        np.testing.assert_array_equal(found[0], wanted)
+        assert_same(found[2], oracle(wanted, 9, 8))
+        plain = reference.route_and_list(logits, bias, valid, first=first, **options)
+        assert_same((found[0], found[2]), (plain[0], plain[2]))
+
+
+def test_no_launch_beside_the_kernels():
+    for tokens, launches in ((1, 1), (17, 2)):
         shapes = (
             jax.ShapeDtypeStruct((tokens, 384), jnp.float32),
             jax.ShapeDtypeStruct((384,), jnp.float32),

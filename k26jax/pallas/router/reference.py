@@ -105,6 +105,8 @@ def route_and_list(
     *,
     rows: int,
     layer: int | Int32[Array, ""] = 0,
+    first: int | Int32[Array, ""] = 0,
+    held: int | None = None,
     num_experts_per_tok: int,
     scoring_func: str,
     topk_method: str,
@@ -117,11 +119,14 @@ def route_and_list(
 ]:
     """Returns topk_ids, topk_weights and the blocks of the valid rows.
 
+    Ids count from the first of the experts that are here; those of experts elsewhere and of rows
+    that are not valid are the number of experts here.
+
     Args: as in `route`, and
-      valid: the topk_ids of other rows are the number of experts.
       rows: of a block.
+      first, held: which experts are here; default: all.
     """
-    n_experts = router_logits.shape[-1]
+    held = router_logits.shape[-1] if held is None else held
     topk_ids, topk_weights = route(
         router_logits,
         selection_bias,
@@ -134,8 +139,10 @@ def route_and_list(
         norm_topk_prob=norm_topk_prob,
         routed_scaling_factor=routed_scaling_factor,
     )
-    topk_ids = jnp.where(valid[:, None], topk_ids, n_experts)
-    return topk_ids, topk_weights, block_list(topk_ids, n_experts, rows)
+    local = topk_ids - first
+    is_here = valid[:, None] & (local >= 0) & (local < held)
+    local = jnp.where(is_here, local, held)
+    return local, topk_weights, block_list(local, held, rows)
 
 
 def most_blocks(n_pairs: int, n_experts: int, rows: int) -> int:
