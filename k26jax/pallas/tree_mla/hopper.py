@@ -99,7 +99,7 @@ def partials(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, ...]:
         # A load takes at most 256 elements of an axis.
         halves = on.tree_c_kv.reshape(shape.batch, _CONSUMERS, -1)
         on = on._replace(tree_c_kv=halves, tree_k_pe=on.tree_k_pe.reshape(shape.batch, -1))
-    splits = shape.batch, shape.n_splits
+    splits = shape.batch, shape.n_parts
     # Stores of plain runs of numbers are not cut off at the end of an axis: whole tiles of rows.
     whole = shape.row_tiles * shape.tile.rows
     rows = (whole,), (whole,), (shape.rows, shape.latent)
@@ -350,13 +350,13 @@ def _store(
         held = pl.ds(0, n_rows)
         plgpu.copy_smem_to_gmem(
             gathered.at[group, held],
-            on.weighted.at[job.sequence, job.split, rows, pl.ds(group * half, half)],
+            on.weighted.at[job.sequence, job.part, rows, pl.ds(group * half, half)],
         )
 
         @pl.when(group == 0)
         def _() -> None:
             for source, target in ((memory.highest, on.highest), (memory.total, on.total)):
-                plgpu.copy_smem_to_gmem(source.at[held], target.at[job.sequence, job.split, rows])
+                plgpu.copy_smem_to_gmem(source.at[held], target.at[job.sequence, job.part, rows])
 
     # A tail's tile holds rows of other tokens too, which are not its to write.
     pl.when(job.is_tail)(lambda: copy(min(shape.heads, shape.tile.rows)))

@@ -1,7 +1,10 @@
-"""The one partition of positions into splits, whose partial results are merged in order.
+"""The one partition of positions into parts, whose partial results are merged in order.
 
 A split is a run of positions that starts and ends at fixed places, whatever the length, the tree,
-the batch and the capacity. So a position stands at the same place of the same sum in every call.
+the batch and the capacity. A row takes the splits below its last position whole, and the one that
+holds it in pieces. So the parts of a row follow from its last position alone, and a position stands
+at the same place of the same sum in every call; and what is left to one program in the row's last
+split is a piece, however long that split is.
 """
 
 from types import ModuleType
@@ -9,9 +12,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-# (size, count) in order of position; sizes are multiples of every key block. A split grows with
-# its position: then the splits of a context of any length keep all cores of a GPU busy for about
-# the same time. The last count is without end.
+# (size, count) in order of position; sizes are multiples of every key block, and of the first size,
+# which is that of a piece. A split grows with its position: then the splits of a context of any
+# length keep all cores of a GPU busy for about the same time. The last count is without end.
 Tiers = tuple[tuple[int, int], ...]
 TIERS: Tiers = ((128, 64), (384, 64), (1536, 64), (2048, 1 << 20))
 # Of the kernel for Hopper: few enough at 4k for one wave of programs at 16 rows of 8 heads, whose
@@ -35,3 +38,8 @@ def split_start(split: Any, tiers: Tiers = TIERS, xp: ModuleType = jnp) -> Any:
         position += size * xp.clip(split - first, 0, count)
         first += count
     return position
+
+
+def piece_of(tiers: Tiers) -> int:
+    """Returns the size of the pieces that a row's last split is cut into."""
+    return tiers[0][0]
