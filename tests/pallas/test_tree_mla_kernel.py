@@ -111,7 +111,7 @@ def test_tree_rows_out_of_sight_may_be_nan():
     assert np.isnan(again[:, leaf]).all()
 
 
-@pytest.mark.parametrize(("tiers", "n_splits"), [(TIERS, 256), (HOPPER_TIERS, 331)])
+@pytest.mark.parametrize(("tiers", "n_splits"), [(TIERS, 256), (HOPPER_TIERS, 312)])
 def test_splits(tiers, n_splits):
     """Every position lies in the split that says so, and blocks never straddle two."""
     position = np.arange(300_000)

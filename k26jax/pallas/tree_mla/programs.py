@@ -189,7 +189,7 @@ def piece_part(number: jax.Array, is_later: jax.Array, shape: Shape) -> jax.Arra
     Args:
       is_later: whether its split is one behind that of the length.
     """
-    return number + shape.n_splits + jnp.where(is_later, shape.n_pieces, 0)
+    return number + shape.n_splits + is_later.astype(jnp.int32) * shape.n_pieces
 
 
 def depth_of(route_ref: Any, sequence: jax.Array, token: jax.Array) -> jax.Array:
@@ -339,6 +339,8 @@ def merge(
     n_whole = split_of(last, shape.tiers)
     is_later = n_whole > split_of(length, shape.tiers)
     n_parts = n_whole + (last - split_start(n_whole, shape.tiers)) // piece_of(shape.tiers) + 1
+    # Sums may be too large for half the bytes, means are not.
+    is_mean = weighted_ref.dtype == jnp.float16
     columns = at * tile.columns + jnp.arange(tile.columns)
     is_column = columns < shape.latent
 
@@ -356,9 +358,12 @@ def merge(
         )
         new_highest = jnp.maximum(highest, share.max())
         shrink, share = jnp.exp2(highest - new_highest), jnp.exp2(share - new_highest)
+        weight = share * more
+        if is_mean:
+            share, latents = weight, latents.astype(jnp.float32)
         return (
             new_highest,
-            total * shrink + jnp.sum(share * more),
+            total * shrink + jnp.sum(weight),
             weighted * shrink + jnp.sum(share[:, None] * latents, axis=0),
         )
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 # length keep all cores of a GPU busy for about the same time. The last count is without end.
 Tiers = tuple[tuple[int, int], ...]
 TIERS: Tiers = ((128, 64), (384, 64), (1536, 64), (2048, 1 << 20))
-# Of the kernel for Hopper: few enough at 4k for one wave of programs at 16 rows of 8 heads, whose
-# partial results cost as much as the keys; enough at 32k for one row to keep all cores busy.
-HOPPER_TIERS: Tiers = ((128, 32), (384, 75), (1024, 1 << 20))
+# Of the kernel for Hopper: few enough at 4k and 32k for one wave of programs at 16 rows of 8 heads,
+# two tiles of rows, whose partial results cost as much as the keys; enough for one row.
+HOPPER_TIERS: Tiers = ((128, 32), (512, 56), (1024, 1 << 20))
 
 
 def split_of(position: Any, tiers: Tiers = TIERS, xp: ModuleType = jnp) -> Any:

@@ -1,0 +1,298 @@
+"""The running softmax of tree_mla's kernel for Hopper: two warp groups that share their work.
+
+Key blocks come in pairs. The first group weighs the first block of a pair, the second one the
+second, and each gathers its half of the latents of both: scores are computed once, and one group
+weighs while the other multiplies. Weights pass from one to the other through the shared memory that
+held the block's rotary keys, which nobody needs once it has scores. The split of the work over two
+groups is that of FlashMLA's kernel for Hopper ("A Deep-Dive Into the New Flash MLA Kernel", 2025).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+from k26jax.pallas.gpu import architecture
+from k26jax.pallas.tree_mla.programs import Job, Shape
+
+# What it offers changes with every JAX, more than its types say.
+plgpu: Any = mosaic_gpu
+
+CONSUMERS = 2
+# Parts of a stage that are loaded apart: a half of the latents for each group, and rotary keys.
+PARTS = CONSUMERS + 1
+_MASKED = -1e30
+# Columns of a key block that are rewritten at once; more need more registers than there are.
+_WRITTEN = 64
+
+State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A program's shared memory and barriers.
+
+    q_latent: halves, as those of the latents.
+    row_c_kv, row_k_pe: the tree row, where there is one.
+    ring: key blocks, latents [stage, half, key, c] and rotary; later the result, in the same place.
+    highest, total: what one group tells the other, [group, row].
+    query_ready: the queries and the tree row are there.
+    ready: a part of a stage is filled; [stage * PARTS + part].
+    free: a group has done with its half of the latents; [stage * CONSUMERS + group].
+    scored: the first group has its scores; the second one's begin then, so that one weighs while
+      the other multiplies.
+    weighed: a group has left its weights and highest scores for the other.
+    written: both groups have put the tree row into its block.
+    done: both groups have read all of the ring.
+    """
+
+    q_latent: Any
+    q_pe: Any
+    row_c_kv: Any
+    row_k_pe: Any
+    ring: Any
+    highest: Any
+    total: Any
+    query_ready: Any
+    ready: Any
+    free: Any
+    scored: Any
+    weighed: Any
+    written: Any
+    done: Any
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One of the two groups at work on a job; the index is static, for their programs differ."""
+
+    memory: Memory
+    job: Job
+    shape: Shape
+    index: int
+
+    def walk(self) -> State:
+        """Returns highest score, this group's part of the weight and its half of the latents."""
+        rows, keys = self.shape.tile.rows, self.shape.tile.columns
+        row_layout = plgpu.Layout.WGMMA.reduce(1)
+        half = self.shape.latent // CONSUMERS
+        state = (
+            plgpu.layout_cast(jnp.full((rows,), _MASKED, jnp.float32), row_layout),
+            plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), row_layout),
+            plgpu.layout_cast(jnp.zeros((rows, half), jnp.float32), plgpu.Layout.WGMMA),
+        )
+        pair = (self._first, self._second)[self.index]
+        return lax.fori_loop(0, pl.cdiv(self.job.n_blocks(keys), 2), pair, state)
+
+    def _first(self, turn: jax.Array, state: State) -> State:
+        block = 2 * turn
+        self._await(0)
+        self._write_tree_row(block, 0)
+        # Both groups write before the second one has its scores.
+        pl.when(self._is_mixed(block + 1))(lambda: self._await(1))
+        self._write_tree_row(block + 1, 1)
+        scores = self._scores(block, 0)
+        plgpu.barrier_arrive(self.memory.scored)
+        state = self._absorb_own(block, scores, state)
+        pl.when(self._is_whole(block + 1))(lambda: self._await(1))
+        return self._absorb_other(block + 1, state)
+
+    def _second(self, turn: jax.Array, state: State) -> State:
+        block = 2 * turn
+        pl.when(self._is_mixed(block))(lambda: self._await(0))
+        self._write_tree_row(block, 0)
+        pl.when(self._exists(block + 1))(lambda: self._await(1))
+        self._write_tree_row(block + 1, 1)
+        plgpu.barrier_wait(self.memory.scored)
+        scores = self._scores(block, 1)
+        pl.when(self._is_whole(block))(lambda: self._await(0))
+        state = self._absorb_other(block, state)
+        return self._absorb_own(block + 1, scores, state)
+
+    def _exists(self, block: jax.Array) -> jax.Array:
+        return block < self.job.n_blocks(self.shape.tile.columns)
+
+    def _is_mixed(self, block: jax.Array) -> jax.Array | bool:
+        """Returns whether the one tree row is to be written into a block, which is the last."""
+        if self.shape.tokens > 1:
+            return False
+        return self._exists(block) & (block == self.job.n_cached(self.shape.tile.columns))
+
+    def _is_whole(self, block: jax.Array) -> jax.Array:
+        """Returns whether a block is there as it was loaded."""
+        if self.shape.tokens > 1:
+            return self._exists(block)
+        return self._exists(block) & (block != self.job.n_cached(self.shape.tile.columns))
+
+    def _place(self, block: jax.Array, stage: int) -> jax.Array:
+        """Returns the stage in a form that the compiler cannot see through.
+
+        Else it computes the addresses of all products before the loop, for which there are not
+        enough registers.
+        """
+        return stage + lax.shift_right_logical(block, jnp.int32(30))
+
+    def _await(self, stage: int) -> None:
+        # Of the other's block nothing but the half that this group frees: the rest can be ahead.
+        for part in range(PARTS) if stage == self.index else (self.index,):
+            plgpu.barrier_wait(self.memory.ready.at[stage * PARTS + part])
+
+    def _scores(self, block: jax.Array, stage: int) -> jax.Array:
+        c_kv, k_pe = self.memory.ring[0]
+        place, first = self._place(block, stage), self._place(block, 0)
+
+        def score(scores: Any) -> jax.Array:
+            for at in range(CONSUMERS):
+                query = self.memory.q_latent.at[first + at]
+                plgpu.wgmma(scores, query, c_kv.at[place, at].transpose((1, 0)))
+            plgpu.wgmma(scores, self.memory.q_pe, k_pe.at[place].transpose((1, 0)))
+            return scores[...]
+
+        shape = self.shape.tile.rows, self.shape.tile.columns
+        return pl.run_scoped(score, plgpu.ACC(shape, jnp.float32))
+
+    def _absorb_own(self, block: jax.Array, scores: jax.Array, state: State) -> State:
+        """Returns the state with a block that this group weighs, and tells the other group."""
+        highest, total, weighted = state
+        stage, keys = self.index, self.shape.tile.columns
+        _, k_pe = self.memory.ring[0]
+        place = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+        last = jnp.minimum(self.job.last, self.job.end - 1)
+        seen = place <= last - (self.job.begin + block * keys)
+        scores = jnp.where(seen, scores * (self.shape.scale * math.log2(math.e)), _MASKED)
+        new_highest = jnp.maximum(highest, scores.max(axis=1))
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(new_highest, scores.shape, [0]))
+        narrow = weights.astype(jnp.bfloat16)
+        k_pe.at[stage][...] = narrow
+        self.memory.highest.at[stage][...] = new_highest
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.memory.weighed.at[stage])
+        shrink = jnp.exp2(highest - new_highest)
+        weighted = weighted * lax.broadcast_in_dim(shrink, weighted.shape, [0])
+        weighted = self._gather(weighted, block, stage, narrow)
+        self._free(stage)
+        return new_highest, total * shrink + weights.sum(axis=1), weighted
+
+    def _absorb_other(self, block: jax.Array, state: State) -> State:
+        """Returns the state with a block that the other group weighs."""
+        highest, total, weighted = state
+        stage = 1 - self.index
+        plgpu.barrier_wait(self.memory.weighed.at[stage])
+        new_highest = plgpu.load(
+            self.memory.highest.at[stage], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+        )
+        shrink = jnp.exp2(highest - new_highest)
+        weighted = weighted * lax.broadcast_in_dim(shrink, weighted.shape, [0])
+        weighted = self._gather(weighted, block, stage)
+        self._free(stage)
+        return new_highest, total * shrink, weighted
+
+    def _gather(
+        self, weighted: jax.Array, block: jax.Array, stage: int, weights: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns weighted + weights @ this group's half of a block's latents.
+
+        The second block of the last pair may be none: its weights are zero, so that it changes no
+        bit, if its latents are numbers.
+
+        Args:
+          weights: without, those that the other group has left.
+        """
+
+        if stage == 1:
+            pl.when(jnp.logical_not(self._exists(block)))(self._clear)
+
+        place = self._place(block, stage)
+
+        def operands() -> tuple[Any, Any]:
+            c_kv, k_pe = self.memory.ring[0]
+            latents = c_kv.at[place, self.index]
+            return k_pe.at[place] if weights is None else weights, latents
+
+        if architecture() is None:
+            # The interpreter knows no accumulator that starts with a value.
+            left, right = (operand[...] for operand in operands())
+            # Unlike a product's, these reads are not done before others in the eyes of later loads.
+            plgpu.commit_smem()
+            return weighted + jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+        def add(sums: Any) -> None:
+            # References are made in here: their indices are no results of the whole.
+            plgpu.wgmma(sums, *operands())
+
+        return pl.run_state(add)(plgpu.ACC.init(weighted))
+
+    def _free(self, stage: int) -> None:
+        plgpu.barrier_arrive(self.memory.free.at[stage * CONSUMERS + self.index])
+
+    def _clear(self) -> None:
+        """Makes this group's half of the second stage zero."""
+        c_kv, _ = self.memory.ring[0]
+        latents = c_kv.at[1, self.index]
+        zero = plgpu.layout_cast(jnp.zeros(latents.shape, latents.dtype), plgpu.Layout.WGMMA)
+        latents[...] = zero
+        plgpu.commit_smem()
+
+    def _write_tree_row(self, block: jax.Array, stage: int) -> None:
+        """Puts the one tree row into its block: behind the cached rows, and zeros behind it."""
+        if self.shape.tokens == 1:
+            pl.when(self._is_mixed(block))(lambda: self._write(stage))
+
+    def _write(self, stage: int) -> None:
+        keys, half = self.shape.tile.columns, self.shape.latent // CONSUMERS
+        c_kv, k_pe = self.memory.ring[0]
+        place = lax.rem(self.job.length, keys)
+
+        def write(block: Any, row: Any) -> None:
+            held = plgpu.load(block, layout=plgpu.Layout.WGMMA)
+            new = plgpu.load(row, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            at = plgpu.broadcasted_iota(jnp.int32, held.shape, 0, layout=plgpu.Layout.WGMMA)
+            new = jnp.where(at == place, lax.broadcast_in_dim(new, held.shape, [1]), 0)
+            block[...] = jnp.where(at < place, held, new)
+
+        def write_part(part: jax.Array, _: None) -> None:
+            columns = pl.ds(part * _WRITTEN, _WRITTEN)
+            row = self.memory.row_c_kv.at[self.index, columns]
+            write(c_kv.at[stage, self.index, :, columns], row)
+
+        lax.fori_loop(0, half // _WRITTEN, write_part, None)
+        if stage == self.index:
+            write(k_pe.at[stage], self.memory.row_k_pe)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.memory.written)
+        plgpu.barrier_wait(self.memory.written)
+
+    def means(self, state: State) -> State:
+        """Returns highest score, total weight and weighted means of the latents.
+
+        Behind it both groups have done with the ring.
+        """
+        highest, total, weighted = state
+        self.memory.total.at[self.index][...] = total
+        plgpu.barrier_arrive(self.memory.done)
+        plgpu.barrier_wait(self.memory.done)
+        parts: Sequence[jax.Array] = [
+            plgpu.load(
+                self.memory.total.at[at], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+            )
+            for at in range(CONSUMERS)
+        ]
+        total = parts[0] + parts[1]
+        return highest, total, weighted * lax.broadcast_in_dim(1 / total, weighted.shape, [0])
+
+
+def softmax(memory: Memory, job: Job, shape: Shape, group: int) -> State:
+    """Returns highest score, total weight and a group's half of the weighted means of the latents.
+
+    Args:
+      group: static, 0 or 1.
+    """
+    work = _Group(memory, job, shape, group)
+    plgpu.barrier_wait(memory.query_ready)
+    return work.means(work.walk())
