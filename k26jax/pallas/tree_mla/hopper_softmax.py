@@ -8,9 +8,9 @@ groups is that of FlashMLA's kernel for Hopper ("A Deep-Dive Into the New Flash 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,14 @@ class Memory:
     done: Any
 
 
+class _Weights(NamedTuple):
+    """Weights of a block: highest scores up to it, sums of its weights, and themselves."""
+
+    highest: jax.Array
+    total: jax.Array
+    narrow: jax.Array
+
+
 @dataclass(frozen=True)
 class _Group:
     """One of the two groups at work on a job; the index is static, for their programs differ."""
@@ -99,9 +107,15 @@ class _Group:
         self._write_tree_row(block + 1, 1)
         scores = self._scores(block, 0)
         plgpu.barrier_arrive(self.memory.scored)
-        state = self._absorb_own(block, scores, state)
+        highest, total, weighted = state
+        own = self._weigh(block, scores, highest)
+        total, weighted = _shrunk(own.highest, state)
+        weighted, _ = self._gather(weighted, block, 0, own.narrow)
         pl.when(self._is_whole(block + 1))(lambda: self._await(1))
-        return self._absorb_other(block + 1, state)
+        highest = self._others_highest()
+        total, weighted = _shrunk(highest, (own.highest, total + own.total, weighted))
+        weighted, _ = self._gather(weighted, block + 1, 1)
+        return highest, total, weighted
 
     def _second(self, turn: jax.Array, state: State) -> State:
         block = 2 * turn
@@ -112,8 +126,15 @@ class _Group:
         plgpu.barrier_wait(self.memory.scored)
         scores = self._scores(block, 1)
         pl.when(self._is_whole(block))(lambda: self._await(0))
-        state = self._absorb_other(block, state)
-        return self._absorb_own(block + 1, scores, state)
+        highest = self._others_highest()
+        total, weighted = _shrunk(highest, state)
+        # The first group waits for the weights.
+        weighted, own = self._gather(
+            weighted, block, 0, meanwhile=lambda: self._weigh(block + 1, scores, highest)
+        )
+        total, weighted = _shrunk(own.highest, (highest, total, weighted))
+        weighted, _ = self._gather(weighted, block + 1, 1, own.narrow)
+        return own.highest, total + own.total, weighted
 
     def _exists(self, block: jax.Array) -> jax.Array:
         return block < self.job.n_blocks(self.shape.tile.columns)
@@ -157,79 +178,71 @@ class _Group:
         shape = self.shape.tile.rows, self.shape.tile.columns
         return pl.run_scoped(score, plgpu.ACC(shape, jnp.float32))
 
-    def _absorb_own(self, block: jax.Array, scores: jax.Array, state: State) -> State:
-        """Returns the state with a block that this group weighs, and tells the other group."""
-        highest, total, weighted = state
-        stage, keys = self.index, self.shape.tile.columns
+    def _weigh(self, block: jax.Array, scores: jax.Array, highest: jax.Array) -> _Weights:
+        """Returns the weights of this group's block, of which it tells the other group."""
+        keys = self.shape.tile.columns
         _, k_pe = self.memory.ring[0]
         place = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
         last = jnp.minimum(self.job.last, self.job.end - 1)
         seen = place <= last - (self.job.begin + block * keys)
         scores = jnp.where(seen, scores * (self.shape.scale * math.log2(math.e)), _MASKED)
-        new_highest = jnp.maximum(highest, scores.max(axis=1))
-        weights = jnp.exp2(scores - lax.broadcast_in_dim(new_highest, scores.shape, [0]))
+        highest = jnp.maximum(highest, scores.max(axis=1))
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(highest, scores.shape, [0]))
         narrow = weights.astype(jnp.bfloat16)
-        k_pe.at[stage][...] = narrow
-        self.memory.highest.at[stage][...] = new_highest
+        k_pe.at[self.index][...] = narrow
+        self.memory.highest.at[self.index][...] = highest
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.memory.weighed.at[stage])
-        shrink = jnp.exp2(highest - new_highest)
-        weighted = weighted * lax.broadcast_in_dim(shrink, weighted.shape, [0])
-        weighted = self._gather(weighted, block, stage, narrow)
-        self._free(stage)
-        return new_highest, total * shrink + weights.sum(axis=1), weighted
+        plgpu.barrier_arrive(self.memory.weighed.at[self.index])
+        return _Weights(highest, weights.sum(axis=1), narrow)
 
-    def _absorb_other(self, block: jax.Array, state: State) -> State:
-        """Returns the state with a block that the other group weighs."""
-        highest, total, weighted = state
-        stage = 1 - self.index
-        plgpu.barrier_wait(self.memory.weighed.at[stage])
-        new_highest = plgpu.load(
-            self.memory.highest.at[stage], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
-        )
-        shrink = jnp.exp2(highest - new_highest)
-        weighted = weighted * lax.broadcast_in_dim(shrink, weighted.shape, [0])
-        weighted = self._gather(weighted, block, stage)
-        self._free(stage)
-        return new_highest, total * shrink, weighted
+    def _others_highest(self) -> jax.Array:
+        """Returns the highest scores behind the block that the other group weighs, when it has."""
+        other = 1 - self.index
+        plgpu.barrier_wait(self.memory.weighed.at[other])
+        held = self.memory.highest.at[other]
+        return plgpu.load(held, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def _gather(
-        self, weighted: jax.Array, block: jax.Array, stage: int, weights: jax.Array | None = None
-    ) -> jax.Array:
-        """Returns weighted + weights @ this group's half of a block's latents.
+        self,
+        weighted: jax.Array,
+        block: jax.Array,
+        stage: int,
+        weights: jax.Array | None = None,
+        meanwhile: Callable[[], Any] = lambda: None,
+    ) -> tuple[jax.Array, Any]:
+        """Returns weighted + weights @ this group's half of a block's latents, and `meanwhile`.
 
         The second block of the last pair may be none: its weights are zero, so that it changes no
         bit, if its latents are numbers.
 
         Args:
           weights: without, those that the other group has left.
+          meanwhile: what is done while the product runs.
         """
-
         if stage == 1:
             pl.when(jnp.logical_not(self._exists(block)))(self._clear)
-
         place = self._place(block, stage)
+        c_kv, k_pe = self.memory.ring[0]
+        left = k_pe.at[place] if weights is None else weights
+        right = c_kv.at[place, self.index]
 
-        def operands() -> tuple[Any, Any]:
-            c_kv, k_pe = self.memory.ring[0]
-            latents = c_kv.at[place, self.index]
-            return k_pe.at[place] if weights is None else weights, latents
+        def product(sums: Any) -> tuple[jax.Array, Any]:
+            sums[...] = weighted
+            plgpu.wgmma(sums, left, right)
+            found = meanwhile()
+            return sums[...], found
 
         if architecture() is None:
             # The interpreter knows no accumulator that starts with a value.
-            left, right = (operand[...] for operand in operands())
+            left, right = left[...], right[...]
             # Unlike a product's, these reads are not done before others in the eyes of later loads.
             plgpu.commit_smem()
-            return weighted + jnp.dot(left, right, preferred_element_type=jnp.float32)
-
-        def add(sums: Any) -> None:
-            # References are made in here: their indices are no results of the whole.
-            plgpu.wgmma(sums, *operands())
-
-        return pl.run_state(add)(plgpu.ACC.init(weighted))
-
-    def _free(self, stage: int) -> None:
+            found = meanwhile()
+            weighted += jnp.dot(left, right, preferred_element_type=jnp.float32)
+        else:
+            weighted, found = pl.run_scoped(product, plgpu.ACC(weighted.shape, jnp.float32))
         plgpu.barrier_arrive(self.memory.free.at[stage * CONSUMERS + self.index])
+        return weighted, found
 
     def _clear(self) -> None:
         """Makes this group's half of the second stage zero."""
@@ -277,7 +290,7 @@ class _Group:
         self.memory.total.at[self.index][...] = total
         plgpu.barrier_arrive(self.memory.done)
         plgpu.barrier_wait(self.memory.done)
-        parts: Sequence[jax.Array] = [
+        parts = [
             plgpu.load(
                 self.memory.total.at[at], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
             )
@@ -296,3 +309,10 @@ def softmax(memory: Memory, job: Job, shape: Shape, group: int) -> State:
     work = _Group(memory, job, shape, group)
     plgpu.barrier_wait(memory.query_ready)
     return work.means(work.walk())
+
+
+def _shrunk(highest: jax.Array, state: State) -> tuple[jax.Array, jax.Array]:
+    """Returns total and weighted latents for another highest score."""
+    before, total, weighted = state
+    shrink = jnp.exp2(before - highest)
+    return total * shrink, weighted * lax.broadcast_in_dim(shrink, weighted.shape, [0])

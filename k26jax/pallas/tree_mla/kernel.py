@@ -73,7 +73,7 @@ def tree_mla(
     tile = tile or (TREE_MLA_HOPPER if hopper else tile_of("tree_mla"))
     merge_tile = merge_tile or (TREE_MLA_HOPPER_MERGE if hopper else tile_of("tree_mla_merge"))
     tiers = tiers or (HOPPER_TIERS if hopper else TIERS)
-    shape = _shape_of(q_latent, cache_c_kv, page_table, scale, tile, tiers)
+    shape = shape_of(q_latent, cache_c_kv, page_table, scale, tile, tiers)
     batch, latent = shape.batch, shape.latent
     # A sequence's slot is its one page.
     table = slots[:, None] if page_table is None else page_table
@@ -164,7 +164,7 @@ def _merged(
     )
 
 
-def _shape_of(
+def shape_of(
     q_latent: jax.Array,
     cache: jax.Array,
     page_table: jax.Array | None,
