@@ -104,8 +104,9 @@ def _scratch(shape: Shape, rope: int) -> dict[str, Any]:
         "ring": ring,
         "highest": plgpu.SMEM((CONSUMERS, rows), jnp.float32),
         "total": plgpu.SMEM((CONSUMERS, rows), jnp.float32),
-        # Copies arrive at these two.
-        "query_ready": plgpu.Barrier(num_arrivals=5 if shape.tokens == 1 else 3),
+        # Copies arrive at these three.
+        "query_ready": plgpu.Barrier(num_arrivals=1, num_barriers=PARTS),
+        "row_ready": plgpu.Barrier(num_arrivals=2),
         "ready": plgpu.Barrier(num_arrivals=1, num_barriers=stages * PARTS),
         "free": plgpu.Barrier(num_arrivals=1, num_barriers=stages * CONSUMERS),
         "scored": plgpu.Barrier(num_arrivals=1),
@@ -155,16 +156,16 @@ def _fetch(on: Operands, memory: Memory, job: Job, shape: Shape) -> None:
     # First, so that they are there when the queries are on their way.
     layer, own_slot = on.layer[0], on.table[job.sequence, 0]
     rows = pl.ds(job.first_row, shape.tile.rows)
-    for at in range(CONSUMERS):
-        source = on.q_latent.at[job.sequence, rows, pl.ds(at * half, half)]
-        plgpu.copy_gmem_to_smem(source, memory.q_latent.at[at], memory.query_ready)
-    plgpu.copy_gmem_to_smem(on.q_pe.at[job.sequence, rows], memory.q_pe, memory.query_ready)
     if shape.tokens == 1:
-        for source, target in (
-            (on.tree_c_kv, memory.row_c_kv),
-            (on.tree_k_pe, memory.row_k_pe),
-        ):
-            plgpu.copy_gmem_to_smem(source.at[job.sequence], target, memory.query_ready)
+
+        @pl.when(job.is_tail)
+        def _() -> None:
+            for source, target in (
+                (on.tree_c_kv, memory.row_c_kv),
+                (on.tree_k_pe, memory.row_k_pe),
+            ):
+                plgpu.copy_gmem_to_smem(source.at[job.sequence], target, memory.row_ready)
+
     n_cached = job.n_cached(keys)
     first_mixed = lax.div(job.length, keys) * keys
 
@@ -177,15 +178,20 @@ def _fetch(on: Operands, memory: Memory, job: Job, shape: Shape) -> None:
             slot, place = on.table[job.sequence, entry], start - entry * shape.page
 
         def load(c_kv_source: Any, k_pe_source: Any) -> None:
-            def copy(part: int, source: Any, target: Any) -> None:
+            def copy(part: int, query: Any, query_target: Any, source: Any, target: Any) -> None:
+                # Next to the first keys, as they are multiplied.
+                ready = memory.query_ready.at[part]
+                pl.when(block == 0)(lambda: plgpu.copy_gmem_to_smem(query, query_target, ready))
                 plgpu.copy_gmem_to_smem(source, target, memory.ready.at[stage * PARTS + part])
 
             for at in range(CONSUMERS):
                 _await_free(memory, block, stage, at, stages)
-                source = c_kv_source.at[:, pl.ds(at * half, half)]
-                copy(at, source, c_kv.at[stage, at])
+                columns = pl.ds(at * half, half)
+                query = on.q_latent.at[job.sequence, rows, columns], memory.q_latent.at[at]
+                copy(at, *query, c_kv_source.at[:, columns], c_kv.at[stage, at])
             # Its place holds the weights of a block before, which one of the groups read with it.
-            copy(CONSUMERS, k_pe_source, k_pe.at[stage])
+            query = on.q_pe.at[job.sequence, rows], memory.q_pe
+            copy(CONSUMERS, *query, k_pe_source, k_pe.at[stage])
 
         @pl.when((block < n_cached) | (shape.tokens == 1))
         def _() -> None:

@@ -7,6 +7,7 @@ held the block's rotary keys, which nobody needs once it has scores. The split o
 groups is that of FlashMLA's kernel for Hopper ("A Deep-Dive Into the New Flash MLA Kernel", 2025).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ class Memory:
     row_c_kv, row_k_pe: the tree row, where there is one.
     ring: key blocks, latents [stage, half, key, c] and rotary; later the result, in the same place.
     highest, total: what one group tells the other, [group, row].
-    query_ready: the queries and the tree row are there.
+    query_ready: a part of the queries is there; [part], as of a stage.
+    row_ready: the tree row is there.
     ready: a part of a stage is filled; [stage * PARTS + part].
     free: a group has done with its half of the latents; [stage * CONSUMERS + group].
     scored: the first group has its scores; the second one's begin then, so that one weighs while
@@ -60,6 +62,7 @@ class Memory:
     highest: Any
     total: Any
     query_ready: Any
+    row_ready: Any
     ready: Any
     free: Any
     scored: Any
@@ -100,11 +103,7 @@ class _Group:
 
     def _first(self, turn: jax.Array, state: State) -> State:
         block = 2 * turn
-        self._await(0)
-        self._write_tree_row(block, 0)
-        # Both groups write before the second one has its scores.
-        pl.when(self._is_mixed(block + 1))(lambda: self._await(1))
-        self._write_tree_row(block + 1, 1)
+        self._write_tree_row(block)
         scores = self._scores(block, 0)
         plgpu.barrier_arrive(self.memory.scored)
         highest, total, weighted = state
@@ -119,10 +118,7 @@ class _Group:
 
     def _second(self, turn: jax.Array, state: State) -> State:
         block = 2 * turn
-        pl.when(self._is_mixed(block))(lambda: self._await(0))
-        self._write_tree_row(block, 0)
-        pl.when(self._exists(block + 1))(lambda: self._await(1))
-        self._write_tree_row(block + 1, 1)
+        self._write_tree_row(block)
         plgpu.barrier_wait(self.memory.scored)
         scores = self._scores(block, 1)
         pl.when(self._is_whole(block))(lambda: self._await(0))
@@ -139,10 +135,8 @@ class _Group:
     def _exists(self, block: jax.Array) -> jax.Array:
         return block < self.job.n_blocks(self.shape.tile.columns)
 
-    def _is_mixed(self, block: jax.Array) -> jax.Array | bool:
+    def _is_mixed(self, block: jax.Array) -> jax.Array:
         """Returns whether the one tree row is to be written into a block, which is the last."""
-        if self.shape.tokens > 1:
-            return False
         return self._exists(block) & (block == self.job.n_cached(self.shape.tile.columns))
 
     def _is_whole(self, block: jax.Array) -> jax.Array:
@@ -167,11 +161,20 @@ class _Group:
     def _scores(self, block: jax.Array, stage: int) -> jax.Array:
         c_kv, k_pe = self.memory.ring[0]
         place, first = self._place(block, stage), self._place(block, 0)
+        is_first, is_whole = block == 0, self._is_whole(block + stage)
+
+        def await_part(part: int) -> None:
+            # Products of one half run while the other is on its way.
+            pl.when(is_first)(lambda: plgpu.barrier_wait(self.memory.query_ready.at[part]))
+            ready = self.memory.ready.at[stage * PARTS + part]
+            pl.when(is_whole)(lambda: plgpu.barrier_wait(ready))
 
         def score(scores: Any) -> jax.Array:
             for at in range(CONSUMERS):
+                await_part(at)
                 query = self.memory.q_latent.at[first + at]
                 plgpu.wgmma(scores, query, c_kv.at[place, at].transpose((1, 0)))
+            await_part(CONSUMERS)
             plgpu.wgmma(scores, self.memory.q_pe, k_pe.at[place].transpose((1, 0)))
             return scores[...]
 
@@ -252,15 +255,22 @@ class _Group:
         latents[...] = zero
         plgpu.commit_smem()
 
-    def _write_tree_row(self, block: jax.Array, stage: int) -> None:
-        """Puts the one tree row into its block: behind the cached rows, and zeros behind it."""
+    def _write_tree_row(self, block: jax.Array) -> None:
+        """Puts the one tree row into its block: behind the cached rows, and zeros behind it.
+
+        Both groups do so before the pair is scored.
+        """
         if self.shape.tokens == 1:
-            pl.when(self._is_mixed(block))(lambda: self._write(stage))
+            for stage in range(2):
+                is_mixed = self._is_mixed(block + stage)
+                pl.when(is_mixed)(functools.partial(self._write, stage))
 
     def _write(self, stage: int) -> None:
         keys, half = self.shape.tile.columns, self.shape.latent // CONSUMERS
         c_kv, k_pe = self.memory.ring[0]
         place = lax.rem(self.job.length, keys)
+        self._await(stage)
+        plgpu.barrier_wait(self.memory.row_ready)
 
         def write(block: Any, row: Any) -> None:
             held = plgpu.load(block, layout=plgpu.Layout.WGMMA)
@@ -307,7 +317,6 @@ def softmax(memory: Memory, job: Job, shape: Shape, group: int) -> State:
       group: static, 0 or 1.
     """
     work = _Group(memory, job, shape, group)
-    plgpu.barrier_wait(memory.query_ready)
     return work.means(work.walk())
 
 
