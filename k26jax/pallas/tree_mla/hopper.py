@@ -249,4 +249,5 @@ def _store(on: Operands, memory: Memory, job: Job, shape: Shape, group: int, sta
     # A tail's tile holds rows of other tokens too, which are not its to write.
     pl.when(job.is_tail)(lambda: copy(min(shape.heads, shape.tile.rows)))
     pl.when(jnp.logical_not(job.is_tail))(lambda: copy(shape.tile.rows))
-    plgpu.wait_smem_to_gmem(0)
+    # What is written is there when the kernel ends.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
