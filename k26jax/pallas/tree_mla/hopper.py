@@ -140,13 +140,10 @@ def attend(*refs: Any, shape: Shape, **scratch: Any) -> None:
         plgpu.set_max_registers(_REGISTERS["producer"], action="decrease")
         _fetch(on, memory, job, shape)
 
-    for consumer in range(CONSUMERS):
-
-        @pl.when(job.needed & (group == consumer))
-        def _(consumer: int = consumer) -> None:
-            plgpu.set_max_registers(_REGISTERS["consumer"], action="increase")
-            state = softmax(memory, job, shape, consumer)
-            _store(on, memory, job, shape, consumer, state)
+    @pl.when(job.needed & (group < CONSUMERS))
+    def _() -> None:
+        plgpu.set_max_registers(_REGISTERS["consumer"], action="increase")
+        _store(on, memory, job, shape, group, softmax(memory, job, shape, group))
 
 
 def _fetch(on: Operands, memory: Memory, job: Job, shape: Shape) -> None:
@@ -213,9 +210,7 @@ def _fetch(on: Operands, memory: Memory, job: Job, shape: Shape) -> None:
         for at in range(CONSUMERS):
             plgpu.barrier_wait(memory.free.at[lax.rem(block, stages) * CONSUMERS + at])
 
-    # The second block of the last pair counts even if it is none.
-    end = pl.cdiv(n_blocks, stages) * stages
-    lax.fori_loop(end - stages, end, drain, None)
+    lax.fori_loop(jnp.maximum(n_blocks - stages, 0), n_blocks, drain, None)
 
 
 def _await_free(
@@ -228,13 +223,16 @@ def _await_free(
         plgpu.barrier_wait(memory.free.at[stage * CONSUMERS + group])
 
 
-def _store(on: Operands, memory: Memory, job: Job, shape: Shape, group: int, state: State) -> None:
+def _store(
+    on: Operands, memory: Memory, job: Job, shape: Shape, group: jax.Array, state: State
+) -> None:
     """Writes the partial result of this program's rows."""
     half = shape.latent // CONSUMERS
     gathered = memory.ring[1]
     highest, total, means = state
     gathered.at[group][...] = means.astype(jnp.float16)
-    memory.highest.at[group][...] = (highest, total)[group]
+    pl.when(group == 0)(lambda: _put(memory.highest.at[0], highest))
+    pl.when(group == 1)(lambda: _put(memory.highest.at[1], total))
     plgpu.commit_smem()
 
     def copy(n_rows: int) -> None:
@@ -243,11 +241,17 @@ def _store(on: Operands, memory: Memory, job: Job, shape: Shape, group: int, sta
             gathered.at[group, held],
             on.weighted.at[job.sequence, job.part, rows, pl.ds(group * half, half)],
         )
-        target = (on.highest, on.total)[group].at[job.sequence, job.part, rows]
-        plgpu.copy_smem_to_gmem(memory.highest.at[group, held], target)
+        for at, target in enumerate((on.highest, on.total)):
+            target = target.at[job.sequence, job.part, rows]
+            source = memory.highest.at[at, held]
+            pl.when(group == at)(functools.partial(plgpu.copy_smem_to_gmem, source, target))
 
     # A tail's tile holds rows of other tokens too, which are not its to write.
     pl.when(job.is_tail)(lambda: copy(min(shape.heads, shape.tile.rows)))
     pl.when(jnp.logical_not(job.is_tail))(lambda: copy(shape.tile.rows))
     # What is written is there when the kernel ends.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _put(target: Any, value: jax.Array) -> None:
+    target[...] = value

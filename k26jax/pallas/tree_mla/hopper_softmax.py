@@ -47,8 +47,8 @@ class Memory:
     row_ready: the tree row is there.
     ready: a part of a stage is filled; [stage * PARTS + part].
     free: a group has done with its half of the latents; [stage * CONSUMERS + group].
-    scored: the first group has its scores; the second one's begin then, so that one weighs while
-      the other multiplies.
+    scored: the first group's scores are under way; the second one's begin then, so that one weighs
+      while the other multiplies.
     weighed: a group has left its weights and highest scores for the other.
     written: both groups have put the tree row into its block.
     done: both groups have read all of the ring.
@@ -103,41 +103,62 @@ class _Group:
 
     def _first(self, turn: jax.Array, state: State) -> State:
         block = 2 * turn
-        self._write_tree_row(block)
-        scores = self._scores(block, 0)
-        plgpu.barrier_arrive(self.memory.scored)
-        highest, total, weighted = state
-        own = self._weigh(block, scores, highest)
+        is_pair = self._exists(block + 1)
+        arrive = functools.partial(plgpu.barrier_arrive, self.memory.scored)
+        scores = self._scores(block, 0, lambda: pl.when(is_pair)(arrive))
+        own = self._weigh(block, scores, state[0])
         total, weighted = _shrunk(own.highest, state)
         weighted, _ = self._gather(weighted, block, 0, own.narrow)
-        pl.when(self._is_whole(block + 1))(lambda: self._await(1))
-        highest = self._others_highest()
-        total, weighted = _shrunk(highest, (own.highest, total + own.total, weighted))
-        weighted, _ = self._gather(weighted, block + 1, 1)
-        return highest, total, weighted
+        state = own.highest, total + own.total, weighted
+        return lax.cond(
+            is_pair,
+            lambda state: self._absorb_other(block, 1, state)[0],
+            lambda state: state,
+            state,
+        )
 
     def _second(self, turn: jax.Array, state: State) -> State:
         block = 2 * turn
-        self._write_tree_row(block)
-        plgpu.barrier_wait(self.memory.scored)
-        scores = self._scores(block, 1)
-        pl.when(self._is_whole(block))(lambda: self._await(0))
-        highest = self._others_highest()
-        total, weighted = _shrunk(highest, state)
-        # The first group waits for the weights.
-        weighted, own = self._gather(
-            weighted, block, 0, meanwhile=lambda: self._weigh(block + 1, scores, highest)
+
+        def pair(state: State) -> State:
+            plgpu.barrier_wait(self.memory.scored)
+            scores = self._scores(block, 1)
+            # The first group waits for the weights: they are made while a product runs.
+            state, own = self._absorb_other(
+                block, 0, state, lambda highest: self._weigh(block + 1, scores, highest)
+            )
+            total, weighted = _shrunk(own.highest, state)
+            weighted, _ = self._gather(weighted, block, 1, own.narrow)
+            return own.highest, total + own.total, weighted
+
+        return lax.cond(
+            self._exists(block + 1),
+            pair,
+            lambda state: self._absorb_other(block, 0, state)[0],
+            state,
         )
-        total, weighted = _shrunk(own.highest, (highest, total, weighted))
-        weighted, _ = self._gather(weighted, block + 1, 1, own.narrow)
-        return own.highest, total + own.total, weighted
+
+    def _absorb_other(
+        self,
+        block: jax.Array,
+        stage: int,
+        state: State,
+        meanwhile: Callable[[jax.Array], Any] = lambda highest: None,
+    ) -> tuple[State, Any]:
+        """Returns the state with the other group's block of a pair, and `meanwhile`."""
+        ready = self.memory.ready.at[stage * PARTS + self.index]
+        # Of its block no more than the half that this group frees: the rest can be ahead.
+        pl.when(self._is_whole(block + stage))(lambda: plgpu.barrier_wait(ready))
+        plgpu.barrier_wait(self.memory.weighed.at[stage])
+        highest = plgpu.load(
+            self.memory.highest.at[stage], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+        )
+        total, weighted = _shrunk(highest, state)
+        weighted, found = self._gather(weighted, block, stage, meanwhile=lambda: meanwhile(highest))
+        return (highest, total, weighted), found
 
     def _exists(self, block: jax.Array) -> jax.Array:
         return block < self.job.n_blocks(self.shape.tile.columns)
-
-    def _is_mixed(self, block: jax.Array) -> jax.Array:
-        """Returns whether the one tree row is to be written into a block, which is the last."""
-        return self._exists(block) & (block == self.job.n_cached(self.shape.tile.columns))
 
     def _is_whole(self, block: jax.Array) -> jax.Array:
         """Returns whether a block is there as it was loaded."""
@@ -153,12 +174,15 @@ class _Group:
         """
         return stage + lax.shift_right_logical(block, jnp.int32(30))
 
-    def _await(self, stage: int) -> None:
-        # Of the other's block nothing but the half that this group frees: the rest can be ahead.
-        for part in range(PARTS) if stage == self.index else (self.index,):
-            plgpu.barrier_wait(self.memory.ready.at[stage * PARTS + part])
+    def _scores(
+        self, block: jax.Array, stage: int, then: Callable[[], None] = lambda: None
+    ) -> jax.Array:
+        """Returns a block's scores, unscaled.
 
-    def _scores(self, block: jax.Array, stage: int) -> jax.Array:
+        Args:
+          block: the first one of the pair.
+          then: what is done when all products are under way.
+        """
         c_kv, k_pe = self.memory.ring[0]
         place, first = self._place(block, stage), self._place(block, 0)
         is_first, is_whole = block == 0, self._is_whole(block + stage)
@@ -176,6 +200,7 @@ class _Group:
                 plgpu.wgmma(scores, query, c_kv.at[place, at].transpose((1, 0)))
             await_part(CONSUMERS)
             plgpu.wgmma(scores, self.memory.q_pe, k_pe.at[place].transpose((1, 0)))
+            then()
             return scores[...]
 
         shape = self.shape.tile.rows, self.shape.tile.columns
@@ -186,8 +211,7 @@ class _Group:
         keys = self.shape.tile.columns
         _, k_pe = self.memory.ring[0]
         place = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-        last = jnp.minimum(self.job.last, self.job.end - 1)
-        seen = place <= last - (self.job.begin + block * keys)
+        seen = place <= self.job.last - (self.job.begin + block * keys)
         scores = jnp.where(seen, scores * (self.shape.scale * math.log2(math.e)), _MASKED)
         highest = jnp.maximum(highest, scores.max(axis=1))
         weights = jnp.exp2(scores - lax.broadcast_in_dim(highest, scores.shape, [0]))
@@ -197,13 +221,6 @@ class _Group:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.memory.weighed.at[self.index])
         return _Weights(highest, weights.sum(axis=1), narrow)
-
-    def _others_highest(self) -> jax.Array:
-        """Returns the highest scores behind the block that the other group weighs, when it has."""
-        other = 1 - self.index
-        plgpu.barrier_wait(self.memory.weighed.at[other])
-        held = self.memory.highest.at[other]
-        return plgpu.load(held, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def _gather(
         self,
@@ -215,15 +232,10 @@ class _Group:
     ) -> tuple[jax.Array, Any]:
         """Returns weighted + weights @ this group's half of a block's latents, and `meanwhile`.
 
-        The second block of the last pair may be none: its weights are zero, so that it changes no
-        bit, if its latents are numbers.
-
         Args:
           weights: without, those that the other group has left.
           meanwhile: what is done while the product runs.
         """
-        if stage == 1:
-            pl.when(jnp.logical_not(self._exists(block)))(self._clear)
         place = self._place(block, stage)
         c_kv, k_pe = self.memory.ring[0]
         left = k_pe.at[place] if weights is None else weights
@@ -247,77 +259,67 @@ class _Group:
         plgpu.barrier_arrive(self.memory.free.at[stage * CONSUMERS + self.index])
         return weighted, found
 
-    def _clear(self) -> None:
-        """Makes this group's half of the second stage zero."""
-        c_kv, _ = self.memory.ring[0]
-        latents = c_kv.at[1, self.index]
-        zero = plgpu.layout_cast(jnp.zeros(latents.shape, latents.dtype), plgpu.Layout.WGMMA)
-        latents[...] = zero
-        plgpu.commit_smem()
 
-    def _write_tree_row(self, block: jax.Array) -> None:
-        """Puts the one tree row into its block: behind the cached rows, and zeros behind it.
-
-        Both groups do so before the pair is scored.
-        """
-        if self.shape.tokens == 1:
-            for stage in range(2):
-                is_mixed = self._is_mixed(block + stage)
-                pl.when(is_mixed)(functools.partial(self._write, stage))
-
-    def _write(self, stage: int) -> None:
-        keys, half = self.shape.tile.columns, self.shape.latent // CONSUMERS
-        c_kv, k_pe = self.memory.ring[0]
-        place = lax.rem(self.job.length, keys)
-        self._await(stage)
-        plgpu.barrier_wait(self.memory.row_ready)
-
-        def write(block: Any, row: Any) -> None:
-            held = plgpu.load(block, layout=plgpu.Layout.WGMMA)
-            new = plgpu.load(row, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            at = plgpu.broadcasted_iota(jnp.int32, held.shape, 0, layout=plgpu.Layout.WGMMA)
-            new = jnp.where(at == place, lax.broadcast_in_dim(new, held.shape, [1]), 0)
-            block[...] = jnp.where(at < place, held, new)
-
-        def write_part(part: jax.Array, _: None) -> None:
-            columns = pl.ds(part * _WRITTEN, _WRITTEN)
-            row = self.memory.row_c_kv.at[self.index, columns]
-            write(c_kv.at[stage, self.index, :, columns], row)
-
-        lax.fori_loop(0, half // _WRITTEN, write_part, None)
-        if stage == self.index:
-            write(k_pe.at[stage], self.memory.row_k_pe)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.memory.written)
-        plgpu.barrier_wait(self.memory.written)
-
-    def means(self, state: State) -> State:
-        """Returns highest score, total weight and weighted means of the latents.
-
-        Behind it both groups have done with the ring.
-        """
-        highest, total, weighted = state
-        self.memory.total.at[self.index][...] = total
-        plgpu.barrier_arrive(self.memory.done)
-        plgpu.barrier_wait(self.memory.done)
-        parts = [
-            plgpu.load(
-                self.memory.total.at[at], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
-            )
-            for at in range(CONSUMERS)
-        ]
-        total = parts[0] + parts[1]
-        return highest, total, weighted * lax.broadcast_in_dim(1 / total, weighted.shape, [0])
-
-
-def softmax(memory: Memory, job: Job, shape: Shape, group: int) -> State:
+def softmax(memory: Memory, job: Job, shape: Shape, group: jax.Array) -> State:
     """Returns highest score, total weight and a group's half of the weighted means of the latents.
 
-    Args:
-      group: static, 0 or 1.
+    What both groups do alike stands once in the program: it runs but once or twice, and then
+    fetching instructions takes its time.
     """
-    work = _Group(memory, job, shape, group)
-    return work.means(work.walk())
+    if shape.tokens == 1:
+        pl.when(job.is_tail)(lambda: _write_tree_row(memory, job, shape, group))
+    walks = (_Group(memory, job, shape, index).walk for index in range(CONSUMERS))
+    return _means(memory, group, lax.cond(group == 0, *walks))
+
+
+def _write_tree_row(memory: Memory, job: Job, shape: Shape, group: jax.Array) -> None:
+    """Puts the one tree row into its block: behind the cached rows, and zeros behind it.
+
+    The block is one of a tail's only pair, since a piece is no longer than a pair.
+    """
+    keys, half = shape.tile.columns, shape.latent // CONSUMERS
+    c_kv, k_pe = memory.ring[0]
+    stage, place = job.n_cached(keys), lax.rem(job.length, keys)
+    plgpu.barrier_wait(memory.row_ready)
+    for part in range(PARTS):
+        # As in the walk, which waits for no more of the other group's block than for this half.
+        ready = memory.ready.at[stage * PARTS + part]
+        is_waited = (stage == group) | (group == part)
+        pl.when(is_waited)(functools.partial(plgpu.barrier_wait, ready))
+
+    def write(block: Any, row: Any) -> None:
+        held = plgpu.load(block, layout=plgpu.Layout.WGMMA)
+        new = plgpu.load(row, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        at = plgpu.broadcasted_iota(jnp.int32, held.shape, 0, layout=plgpu.Layout.WGMMA)
+        new = jnp.where(at == place, lax.broadcast_in_dim(new, held.shape, [1]), 0)
+        block[...] = jnp.where(at < place, held, new)
+
+    def write_part(part: jax.Array, _: None) -> None:
+        columns = pl.ds(part * _WRITTEN, _WRITTEN)
+        write(c_kv.at[stage, group, :, columns], memory.row_c_kv.at[group, columns])
+
+    lax.fori_loop(0, half // _WRITTEN, write_part, None)
+    pl.when(stage == group)(lambda: write(k_pe.at[stage], memory.row_k_pe))
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(memory.written)
+    plgpu.barrier_wait(memory.written)
+
+
+def _means(memory: Memory, group: jax.Array, state: State) -> State:
+    """Returns highest score, total weight and weighted means of the latents.
+
+    Behind it both groups have done with the ring.
+    """
+    highest, total, weighted = state
+    memory.total.at[group][...] = total
+    plgpu.barrier_arrive(memory.done)
+    plgpu.barrier_wait(memory.done)
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    first, second = (
+        plgpu.load(memory.total.at[at], layout=layout, optimized=False) for at in range(CONSUMERS)
+    )
+    total = first + second
+    return highest, total, weighted * lax.broadcast_in_dim(1 / total, weighted.shape, [0])
 
 
 def _shrunk(highest: jax.Array, state: State) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from k26jax.pallas.gpu import Tile
-from k26jax.pallas.tree_mla.splits import Tiers, piece_of, split_of, split_start
+from k26jax.pallas.tree_mla.splits import Tiers, piece_of, split_of, split_size, split_start
 
 _MASKED = -1e30
 
@@ -154,10 +154,12 @@ def job_of(
     token = jnp.where(is_tail, turn % shape.tokens, 0)
     length = lengths_ref[sequence]
     last = jnp.where(is_tail, last_of(sequence, token), length - 1)
-    boundary, own = (split_of(position, shape.tiers) for position in (length, last))
+    boundary = split_of(length, shape.tiers)
     # Pieces of the split of the length that lie wholly below it.
-    n_cut = (length - split_start(boundary, shape.tiers)) // piece
-    n_later = jnp.where(is_tail, own - boundary, 0)
+    n_cut = lax.div(length - split_start(boundary, shape.tiers), piece)
+    n_later = jnp.int32(0)
+    if shape.tokens > 1:
+        n_later = jnp.where(is_tail, split_of(last, shape.tiers) - boundary, 0)
     turn = jnp.where(is_tail, turn // shape.tokens, shared // shape.row_tiles)
     # A token whose last position lies in a later split takes the splits up to that one whole.
     is_whole = turn < jnp.where(is_tail, n_later, boundary)
@@ -166,7 +168,7 @@ def job_of(
     number = turn - jnp.where(is_tail, n_later, boundary)
     number += jnp.where(is_tail & (n_later == 0), n_cut, 0)
     begin = split_start(split, shape.tiers) + jnp.where(is_whole, 0, number * piece)
-    end = jnp.where(is_whole, split_start(split + 1, shape.tiers), begin + piece)
+    end = begin + jnp.where(is_whole, split_size(split, shape.tiers), piece)
     tail_row = token * shape.heads + head_tile * shape.tile.rows
     return Job(
         sequence=sequence,

@@ -11,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 # (size, count) in order of position; sizes are multiples of every key block, and of the first size,
 # which is that of a piece. A split grows with its position: then the splits of a context of any
@@ -25,8 +27,12 @@ HOPPER_TIERS: Tiers = ((128, 32), (512, 56), (1024, 1 << 20))
 def split_of(position: Any, tiers: Tiers = TIERS, xp: ModuleType = jnp) -> Any:
     """Returns the split that holds a position; with `xp` NumPy, of a number."""
     index, start = 0, 0
-    for size, count in tiers:
-        index += xp.clip((xp.maximum(position, start) - start) // size, 0, count)
+    for number, (size, count) in enumerate(tiers, 1):
+        held = xp.maximum(position, start) - start
+        # Every program of a kernel comes through here before its first load, so no more than need
+        # be: rounding towards zero is a shift, and nothing is behind the last tier.
+        index_here = held // size if xp is np else lax.div(held, size)
+        index += index_here if number == len(tiers) else xp.minimum(index_here, count)
         start += size * count
     return index
 
@@ -34,10 +40,20 @@ def split_of(position: Any, tiers: Tiers = TIERS, xp: ModuleType = jnp) -> Any:
 def split_start(split: Any, tiers: Tiers = TIERS, xp: ModuleType = jnp) -> Any:
     """Returns the first position of a split; with `xp` NumPy, of a number."""
     position, first = 0, 0
-    for size, count in tiers:
-        position += size * xp.clip(split - first, 0, count)
+    for number, (size, count) in enumerate(tiers, 1):
+        before = xp.maximum(split - first, 0)
+        position += size * (before if number == len(tiers) else xp.minimum(before, count))
         first += count
     return position
+
+
+def split_size(split: Any, tiers: Tiers) -> Any:
+    """Returns the number of positions of a split."""
+    size, first = tiers[-1][0], sum(count for _, count in tiers[:-1])
+    for size_before, count in reversed(tiers[:-1]):
+        size = jnp.where(split < first, size_before, size)
+        first -= count
+    return size
 
 
 def piece_of(tiers: Tiers) -> int:
