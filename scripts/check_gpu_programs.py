@@ -20,7 +20,7 @@ MOST_INSTRUCTIONS_A_WEIGHT = 3.3
 MOST_KERNELS_A_LAYER = 17  # the goal is 12: docs/kernels.md
 MOST_COPIED_BYTES = 1 << 20
 # Bytes of registers that a kernel may lose to local memory, where that is not none.
-SPILLS = {("sm_100", "tree_mla"): 112}
+SPILLS = {("sm_100", "tree_mla"): 152}
 
 
 def main() -> int:

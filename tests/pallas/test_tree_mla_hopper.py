@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixtures.tree_mla import Problem
+from fixtures.tree_mla import SCALE, Problem, words_of
 
 from k26jax.errors import KernelError
 from k26jax.pallas.gpu import OLDEST_JAX
+from k26jax.pallas.tree_mla import kernel
 from k26jax.pallas.tree_mla.cases import Case
 from k26jax.pallas.tree_mla.kernel import for_hopper
 
@@ -80,6 +81,22 @@ def test_pages_hold_the_same_bits():
 def test_pages_smaller_than_a_key_block_are_refused():
     with pytest.raises(KernelError, match="pages of 32 rows"):
         Problem(CASE, "bfloat16").in_pages(32).run("hopper")
+
+
+def test_pieces_longer_than_a_pair_of_key_blocks_are_refused():
+    problem = Problem(CASE, "bfloat16")
+    with pytest.raises(KernelError, match="pieces of 256 positions"):
+        kernel.tree_mla(
+            *(problem.q_latent, problem.q_pe, problem.c_kv, problem.k_pe),
+            *(problem.tree_c_kv, problem.tree_k_pe),
+            layer=0,
+            slots=problem.slots,
+            lengths=problem.lengths,
+            ancestors=words_of(problem.seen),
+            scale=SCALE,
+            tiers=((256, 1 << 20),),
+            hopper=True,
+        )
 
 
 def _takes(kind: str, heads=8, tokens=1, latent=512, dtype="bfloat16", capacity=4160, pages=None):

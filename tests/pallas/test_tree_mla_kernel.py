@@ -6,6 +6,7 @@ Key blocks and splits are small, so that short contexts cross many of them.
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -147,8 +148,8 @@ def test_programs_write_what_the_merge_reads(tokens, heads):
     tiers, capacity, piece = SMALL_TIERS, 500, 32
     lengths = np.array([0, 31, 32, 100, 160, 191, 192, 287, 288, 460], np.int32)
     last = lengths[:, None] + np.minimum(np.arange(tokens), 36)
-    cache = jax.ShapeDtypeStruct((1, len(lengths), capacity, 64), jnp.float32)
-    query = jax.ShapeDtypeStruct((len(lengths), tokens, heads, 64), jnp.float32)
+    cache: Any = jax.ShapeDtypeStruct((1, len(lengths), capacity, 64), jnp.float32)
+    query: Any = jax.ShapeDtypeStruct((len(lengths), tokens, heads, 64), jnp.float32)
     shape = kernel.shape_of(query, cache, None, 1.0, TILE, tiers)
 
     def job(program):

@@ -15,9 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from k26jax.errors import KernelError
 from k26jax.pallas.gpu import architecture
 from k26jax.pallas.tree_mla.hopper_softmax import CONSUMERS, PARTS, Memory, State, softmax
 from k26jax.pallas.tree_mla.programs import Job, Shape, job_of
+from k26jax.pallas.tree_mla.splits import piece_of
 
 # What it offers changes with every JAX, more than its types say.
 plgpu: Any = mosaic_gpu
@@ -58,7 +60,15 @@ def partials(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, ...]:
 
     Args:
       operands: as in `Operands`, without the results.
+
+    Raises: KernelError for pieces that are longer than a pair of key blocks.
     """
+    pair = CONSUMERS * shape.tile.columns
+    if piece_of(shape.tiers) > pair:
+        raise KernelError(
+            f"pieces of {piece_of(shape.tiers)} positions are longer than a pair of key blocks of "
+            f"{shape.tile.columns}; let the first tier's splits be no longer than {pair}"
+        )
     on = Operands._make((*operands, None, None, None))
     if shape.tokens == 1:
         # A load takes at most 256 elements of an axis.
@@ -148,11 +158,9 @@ def attend(*refs: Any, shape: Shape, **scratch: Any) -> None:
 
 def _fetch(on: Operands, memory: Memory, job: Job, shape: Shape) -> None:
     """Loads the queries, then one key block after the other as stages of the ring become free."""
-    keys, stages, half = shape.tile.columns, shape.tile.stages, shape.latent // CONSUMERS
-    c_kv, k_pe = memory.ring[0]
+    keys, stages = shape.tile.columns, shape.tile.stages
     # First, so that they are there when the queries are on their way.
     layer, own_slot = on.layer[0], on.table[job.sequence, 0]
-    rows = pl.ds(job.first_row, shape.tile.rows)
     if shape.tokens == 1:
 
         @pl.when(job.is_tail)
@@ -167,28 +175,13 @@ def _fetch(on: Operands, memory: Memory, job: Job, shape: Shape) -> None:
     first_mixed = lax.div(job.length, keys) * keys
 
     def fetch(block: jax.Array, _: None) -> None:
-        stage = lax.rem(block, stages)
         start = job.begin + block * keys
         slot, place = own_slot, start
         if shape.is_paged:
             entry = lax.div(jnp.minimum(start, jnp.maximum(job.length - 1, 0)), shape.page)
             slot, place = on.table[job.sequence, entry], start - entry * shape.page
 
-        def load(c_kv_source: Any, k_pe_source: Any) -> None:
-            def copy(part: int, query: Any, query_target: Any, source: Any, target: Any) -> None:
-                # Next to the first keys, as they are multiplied.
-                ready = memory.query_ready.at[part]
-                pl.when(block == 0)(lambda: plgpu.copy_gmem_to_smem(query, query_target, ready))
-                plgpu.copy_gmem_to_smem(source, target, memory.ready.at[stage * PARTS + part])
-
-            for at in range(CONSUMERS):
-                _await_free(memory, block, stage, at, stages)
-                columns = pl.ds(at * half, half)
-                query = on.q_latent.at[job.sequence, rows, columns], memory.q_latent.at[at]
-                copy(at, *query, c_kv_source.at[:, columns], c_kv.at[stage, at])
-            # Its place holds the weights of a block before, which one of the groups read with it.
-            query = on.q_pe.at[job.sequence, rows], memory.q_pe
-            copy(CONSUMERS, *query, k_pe_source, k_pe.at[stage])
+        load = functools.partial(_load, on, memory, job, shape, block)
 
         @pl.when((block < n_cached) | (shape.tokens == 1))
         def _() -> None:
@@ -213,14 +206,40 @@ def _fetch(on: Operands, memory: Memory, job: Job, shape: Shape) -> None:
     lax.fori_loop(jnp.maximum(n_blocks - stages, 0), n_blocks, drain, None)
 
 
-def _await_free(
-    memory: Memory, block: jax.Array, stage: jax.Array, group: int, stages: int
+def _load(
+    on: Operands,
+    memory: Memory,
+    job: Job,
+    shape: Shape,
+    block: jax.Array,
+    c_kv_source: Any,
+    k_pe_source: Any,
 ) -> None:
-    """Waits until a group has done with its half of the block that stood in a stage before."""
+    """Loads a key block, part by part as they become free, and the queries next to the first.
 
-    @pl.when(block >= stages)
-    def _() -> None:
-        plgpu.barrier_wait(memory.free.at[stage * CONSUMERS + group])
+    Args:
+      c_kv_source, k_pe_source: the block's rows.
+    """
+    half = shape.latent // CONSUMERS
+    c_kv, k_pe = memory.ring[0]
+    stage, rows = lax.rem(block, shape.tile.stages), pl.ds(job.first_row, shape.tile.rows)
+
+    def copy(part: int, query: Any, query_target: Any, source: Any, target: Any) -> None:
+        # In the order in which they are multiplied.
+        ready = memory.query_ready.at[part]
+        pl.when(block == 0)(lambda: plgpu.copy_gmem_to_smem(query, query_target, ready))
+        plgpu.copy_gmem_to_smem(source, target, memory.ready.at[stage * PARTS + part])
+
+    for at in range(CONSUMERS):
+        # A group has done with its half of the block that stood here before.
+        free = memory.free.at[stage * CONSUMERS + at]
+        pl.when(block >= shape.tile.stages)(functools.partial(plgpu.barrier_wait, free))
+        columns = pl.ds(at * half, half)
+        query = on.q_latent.at[job.sequence, rows, columns], memory.q_latent.at[at]
+        copy(at, *query, c_kv_source.at[:, columns], c_kv.at[stage, at])
+    # Its place held the weights of the block before, which one of the groups read with its half.
+    query = on.q_pe.at[job.sequence, rows], memory.q_pe
+    copy(CONSUMERS, *query, k_pe_source, k_pe.at[stage])
 
 
 def _store(

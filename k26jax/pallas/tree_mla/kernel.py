@@ -62,7 +62,8 @@ def tree_mla(
       tiers: the partition of positions; another one gives other bits.
       hopper: whether the kernel for Hopper runs; without, where `for_hopper` says so.
 
-    Raises: KernelError for pages that are no whole number of key blocks.
+    Raises: KernelError for pages that are no whole number of key blocks; on Hopper, for pieces
+    that are longer than a pair of them.
 
     Cost: a float32 latent for each row and part that the capacity reaches. 64 rows of 8 heads:
     71 MB at a capacity of 8k, 148 MB at 32k, 219 MB at 128k, 286 MB at 256k. The kernel for

@@ -49,7 +49,8 @@ def split_start(split: Any, tiers: Tiers = TIERS, xp: ModuleType = jnp) -> Any:
 
 def split_size(split: Any, tiers: Tiers) -> Any:
     """Returns the number of positions of a split."""
-    size, first = tiers[-1][0], sum(count for _, count in tiers[:-1])
+    # An array from the start: Triton's lowering makes a truth value of a choice of two numbers.
+    size, first = jnp.full_like(split, tiers[-1][0]), sum(count for _, count in tiers[:-1])
     for size_before, count in reversed(tiers[:-1]):
         size = jnp.where(split < first, size_before, size)
         first -= count
