@@ -21,7 +21,7 @@ MOST_KERNELS_A_LAYER = 16  # the goal is 12: docs/kernels.md
 MOST_COPIED_BYTES = 1 << 20
 # Bytes of registers that a kernel may lose to local memory, where that is not none.
 # int4_moe_up: once before and once behind its loop.
-SPILLS = {("sm_100", "tree_mla"): 112, ("sm_90", "int4_moe_up"): 8}
+SPILLS = {("sm_100", "tree_mla"): 152, ("sm_90", "int4_moe_up"): 8}
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """tree_mla's kernel for Hopper, interpreted: against the reference, and bit for bit against itself.
 
-Latents are few; key blocks are those of the GPU, 64 positions, and splits end at 64 and 320. So the
-ring of key blocks goes round.
+Latents are few; key blocks are those of the GPU, 64 positions, and splits end at 128 and 384. So
+the ring of key blocks goes round.
 """
 
 import functools
@@ -11,18 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixtures.tree_mla import Problem
+from fixtures.tree_mla import SCALE, Problem, words_of
 
 from k26jax.errors import KernelError
 from k26jax.pallas.gpu import OLDEST_JAX
+from k26jax.pallas.tree_mla import kernel
 from k26jax.pallas.tree_mla.cases import Case
 from k26jax.pallas.tree_mla.kernel import for_hopper
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < OLDEST_JAX, reason="older JAX does not interpret what the kernel uses"
 )
-# From 61 and 318, paths of five rows reach over the border of a block, which is one of a split.
-CASE = Case("crossing", 5, 8, (0, 61, 64, 318), 384, 128, 64)
+# Paths of five rows reach over the border of a block from 61, of a split from 126 and 382; from the
+# last one they take a split of two pairs of blocks for themselves.
+CASE = Case("crossing", 5, 8, (0, 61, 126, 382), 448, 128, 64)
 
 
 def run(problem: Problem) -> np.ndarray:
@@ -50,7 +52,7 @@ def test_a_tree_row_has_the_bits_of_plain_decoding():
     problem, found = crossing()
     rows = [0, 2, 4]
     plain = problem.plain(rows)
-    assert set(plain.lengths) >= {65, 322}
+    assert set(plain.lengths) >= {65, 128, 386}
     found = found[:, rows].reshape(-1, 1, *found.shape[2:])
     np.testing.assert_array_equal(run(plain), found)
 
@@ -79,6 +81,22 @@ def test_pages_hold_the_same_bits():
 def test_pages_smaller_than_a_key_block_are_refused():
     with pytest.raises(KernelError, match="pages of 32 rows"):
         Problem(CASE, "bfloat16").in_pages(32).run("hopper")
+
+
+def test_pieces_longer_than_a_pair_of_key_blocks_are_refused():
+    problem = Problem(CASE, "bfloat16")
+    with pytest.raises(KernelError, match="pieces of 256 positions"):
+        kernel.tree_mla(
+            *(problem.q_latent, problem.q_pe, problem.c_kv, problem.k_pe),
+            *(problem.tree_c_kv, problem.tree_k_pe),
+            layer=0,
+            slots=problem.slots,
+            lengths=problem.lengths,
+            ancestors=words_of(problem.seen),
+            scale=SCALE,
+            tiers=((256, 1 << 20),),
+            hopper=True,
+        )
 
 
 def _takes(kind: str, heads=8, tokens=1, latent=512, dtype="bfloat16", capacity=4160, pages=None):

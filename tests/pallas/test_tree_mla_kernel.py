@@ -3,18 +3,31 @@
 Key blocks and splits are small, so that short contexts cross many of them.
 """
 
+import dataclasses
 import functools
+import itertools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fixtures.quick import quick_jit
-from fixtures.tree_mla import LAYER, SCALE, Problem, random_tree, words_of
+from fixtures.tree_mla import (
+    LAYER,
+    SCALE,
+    SMALL_TIERS,
+    TILE,
+    Problem,
+    random_tree,
+    words_of,
+)
 
 from k26jax.errors import KernelError
 from k26jax.pallas.bits import pack_bits, paths
-from k26jax.pallas.tree_mla import tree_mla
+from k26jax.pallas.tree_mla import kernel, tree_mla
 from k26jax.pallas.tree_mla.cases import SMALL_CASES
+from k26jax.pallas.tree_mla.programs import job_of
 from k26jax.pallas.tree_mla.splits import HOPPER_TIERS, TIERS, split_of, split_start
 
 # Boundaries of the splits: 32, 64, 128, 192, 288.
@@ -111,7 +124,7 @@ def test_tree_rows_out_of_sight_may_be_nan():
     assert np.isnan(again[:, leaf]).all()
 
 
-@pytest.mark.parametrize(("tiers", "n_splits"), [(TIERS, 256), (HOPPER_TIERS, 331)])
+@pytest.mark.parametrize(("tiers", "n_splits"), [(TIERS, 256), (HOPPER_TIERS, 312)])
 def test_splits(tiers, n_splits):
     """Every position lies in the split that says so, and blocks never straddle two."""
     position = np.arange(300_000)
@@ -127,6 +140,41 @@ def test_splits(tiers, n_splits):
     for number in (0, 8191, 8192, 262_143):
         assert int(split_of(jnp.int32(number), tiers)) == split[number]
         assert int(split_start(jnp.int32(split[number]), tiers)) == start[number]
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 8), (5, 2), (40, 8)])
+def test_programs_write_what_the_merge_reads(tokens, heads):
+    """Each part of each row by one program, and the parts of a row are its positions in order."""
+    tiers, capacity, piece = SMALL_TIERS, 500, 32
+    lengths = np.array([0, 31, 32, 100, 160, 191, 192, 287, 288, 460], np.int32)
+    last = lengths[:, None] + np.minimum(np.arange(tokens), 36)
+    cache: Any = jax.ShapeDtypeStruct((1, len(lengths), capacity, 64), jnp.float32)
+    query: Any = jax.ShapeDtypeStruct((len(lengths), tokens, heads, 64), jnp.float32)
+    shape = kernel.shape_of(query, cache, None, 1.0, TILE, tiers)
+
+    def job(program):
+        job = job_of(program, jnp.asarray(lengths), lambda *at: jnp.asarray(last)[at], shape)
+        return {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+
+    jobs = quick_jit(jax.vmap(job))(jnp.arange(shape.programs))
+    jobs = {name: np.asarray(field)[np.asarray(jobs["needed"])] for name, field in jobs.items()}
+    assert jobs["part"].max() < shape.n_parts
+    height = np.where(jobs["is_tail"], np.minimum(heads, TILE.rows), TILE.rows)
+    for sequence, token in np.ndindex(last.shape):
+        end, length = last[sequence, token] + 1, lengths[sequence]
+        n_whole = split_of(end - 1, tiers, np)
+        cut = range(split_start(n_whole, tiers, np), end, piece)
+        later = shape.n_pieces * (n_whole > split_of(length, tiers, np))
+        parts = [*range(n_whole), *(shape.n_splits + later + i for i in range(len(cut)))]
+        starts = [*(split_start(i, tiers, np) for i in range(n_whole)), *cut, end]
+        for row in (token * heads, token * heads + heads - 1):
+            is_row = (jobs["first_row"] <= row) & (row < jobs["first_row"] + height)
+            is_row &= jobs["sequence"] == sequence
+            for part, (begin, after) in zip(parts, itertools.pairwise(starts), strict=True):
+                (which,) = np.flatnonzero(is_row & (jobs["part"] == part))
+                assert jobs["begin"][which] == begin
+                assert min(jobs["end"][which], end) == after
+                assert jobs["is_tail"][which] == (after > length)
 
 
 @pytest.mark.parametrize("rows", [1, 33, 255])

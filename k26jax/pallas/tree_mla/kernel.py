@@ -1,11 +1,12 @@
 """tree_mla in Pallas: key splits at fixed positions, a running softmax in each, one merge.
 
 A tree row at depth d stands at position length + d, and its ancestors at the positions before.
-Splits that end at or before the length are computed for all rows at once (shared programs). From
-the split that holds the length on, every token has its own programs (tail), which take positions
-of the cache up to the length and of the token's root path after it. Either kind adds up the same
-keys at the same places of the same products; so a tree row's result has the bits that plain
-decoding of its root path gives. Two kernels do so: `programs`, and `hopper` where it fits.
+Parts (splits, and pieces of a row's last split: see `splits`) that end at or before the length are
+computed for all rows at once (shared programs). From the part that holds the length on, every token
+has its own programs (tail), which take positions of the cache up to the length and of the token's
+root path after it. Either kind adds up the same keys at the same places of the same products; so a
+tree row's result has the bits that plain decoding of its root path gives. Two kernels do so:
+`programs`, and `hopper` where it fits.
 """
 
 import functools
@@ -23,7 +24,14 @@ from k26jax.pallas.gpu import Tile, architecture, launch, layer_operand
 from k26jax.pallas.tiles import TREE_MLA_HOPPER, TREE_MLA_HOPPER_MERGE
 from k26jax.pallas.tiles import tile as tile_of
 from k26jax.pallas.tree_mla.programs import Shape, attend, merge, padded
-from k26jax.pallas.tree_mla.splits import HOPPER_TIERS, TIERS, Tiers, split_of
+from k26jax.pallas.tree_mla.splits import (
+    HOPPER_TIERS,
+    TIERS,
+    Tiers,
+    piece_of,
+    split_of,
+    split_start,
+)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "tile", "merge_tile", "tiers", "hopper"))
@@ -50,22 +58,23 @@ def tree_mla(
 
     Args:
       tile: rows (of all heads) and keys of one product; the table's without.
-      merge_tile: splits and latent columns that the merge takes at once; the table's without.
+      merge_tile: parts and latent columns that the merge takes at once; the table's without.
       tiers: the partition of positions; another one gives other bits.
       hopper: whether the kernel for Hopper runs; without, where `for_hopper` says so.
 
-    Raises: KernelError for pages that are no whole number of key blocks.
+    Raises: KernelError for pages that are no whole number of key blocks; on Hopper, for pieces
+    that are longer than a pair of them.
 
-    Cost: a float32 latent for each row and split that the capacity reaches. 64 rows of 8 heads:
-    67 MB at a capacity of 8k, 134 MB at 32k, 201 MB at 128k, 270 MB at 256k. The kernel for
-    Hopper: 84, 185, 285 and 419 MB.
+    Cost: a float32 latent for each row and part that the capacity reaches. 64 rows of 8 heads:
+    71 MB at a capacity of 8k, 148 MB at 32k, 219 MB at 128k, 286 MB at 256k. The kernel for
+    Hopper, in float16: 24, 51, 101 and 168 MB.
     """
     if hopper is None:
         hopper = for_hopper(q_latent, q_pe, cache_c_kv, page_table)
     tile = tile or (TREE_MLA_HOPPER if hopper else tile_of("tree_mla"))
     merge_tile = merge_tile or (TREE_MLA_HOPPER_MERGE if hopper else tile_of("tree_mla_merge"))
     tiers = tiers or (HOPPER_TIERS if hopper else TIERS)
-    shape = _shape_of(q_latent, cache_c_kv, page_table, scale, tile, tiers)
+    shape = shape_of(q_latent, cache_c_kv, page_table, scale, tile, tiers)
     batch, latent = shape.batch, shape.latent
     # A sequence's slot is its one page.
     table = slots[:, None] if page_table is None else page_table
@@ -105,7 +114,7 @@ def for_hopper(
 
 
 def _partials(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, ...]:
-    """Returns highest score, total weight [b, split, row] and weighted latents [.., c]."""
+    """Returns highest score, total weight [b, part, row] and weighted latents [.., c]."""
     tile = shape.tile
     if shape.is_paged:
         # Half of the stages go to looking pages up; see `attend`.
@@ -116,7 +125,7 @@ def _partials(*operands: jax.Array, shape: Shape) -> tuple[jax.Array, ...]:
         name="tree_mla",
         grid=(shape.programs,),
         out_shape=[
-            jax.ShapeDtypeStruct((shape.batch, shape.n_splits, shape.rows, *width), jnp.float32)
+            jax.ShapeDtypeStruct((shape.batch, shape.n_parts, shape.rows, *width), jnp.float32)
             for width in ((), (), (shape.latent,))
         ],
         tile=tile,
@@ -143,7 +152,7 @@ def _merged(
     shape: Shape,
     tile: Tile,
 ) -> jax.Array:
-    """Returns the attended latents [b, t * h, c] of the splits' partial results."""
+    """Returns the attended latents [b, t * h, c] of the parts' results."""
     return launch(
         functools.partial(merge, shape=shape, tile=tile),
         lengths,
@@ -156,7 +165,7 @@ def _merged(
     )
 
 
-def _shape_of(
+def shape_of(
     q_latent: jax.Array,
     cache: jax.Array,
     page_table: jax.Array | None,
@@ -177,13 +186,17 @@ def _shape_of(
                 "use a power of two of at least 64"
             )
         capacity *= page_table.shape[1]
+    n_splits = int(split_of(capacity + tokens - 1, tiers, np))
+    piece = piece_of(tiers)
+    longest = int(split_start(n_splits + 1, tiers, np) - split_start(n_splits, tiers, np))
     return Shape(
         batch=batch,
         tokens=tokens,
         heads=heads,
         latent=latent,
-        n_splits=int(split_of(capacity + tokens - 1, tiers, np)) + 1,
-        n_tail=1 + pl.cdiv(tokens - 1, min(size for size, _ in tiers)),
+        n_splits=n_splits,
+        n_pieces=longest // piece,
+        n_tail=1 + pl.cdiv(tokens - 1, piece),
         n_mixed=1 + pl.cdiv(tokens - 1, tile.columns),
         page=page,
         is_paged=page_table is not None,

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from k26jax.pallas.gpu import Tile
-from k26jax.pallas.tree_mla.splits import Tiers, split_of, split_start
+from k26jax.pallas.tree_mla.splits import Tiers, piece_of, split_of, split_size, split_start
 
 _MASKED = -1e30
 
@@ -24,8 +24,9 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 class Shape:
     """Static sizes of one launch.
 
-    n_splits: splits that the capacity and the tree can reach.
-    n_tail: splits that one token's tail can reach.
+    n_splits: whole splits that the capacity and the tree can reach.
+    n_pieces: pieces that a split can be cut into.
+    n_tail: parts that one token has for itself.
     n_mixed: key blocks of a split that can hold tree rows.
     page: rows of a page, or of a slot where there is no page table.
     """
@@ -35,6 +36,7 @@ class Shape:
     heads: int
     latent: int
     n_splits: int
+    n_pieces: int
     n_tail: int
     n_mixed: int
     page: int
@@ -61,7 +63,16 @@ class Shape:
 
     @property
     def programs(self) -> int:
-        return self.batch * (self.tail_programs + self.n_splits * self.row_tiles)
+        shared = (self.n_splits + self.n_pieces) * self.row_tiles
+        return self.batch * (self.tail_programs + shared)
+
+    @property
+    def n_parts(self) -> int:
+        """Places of partial results: splits, pieces of the split of the length, then of later ones.
+
+        A row's last split can be a later one, while the shared programs write all rows' pieces.
+        """
+        return self.n_splits + self.n_pieces + self.n_tail - 1
 
 
 def padded(n: int) -> int:
@@ -97,8 +108,9 @@ class Job:
 
     is_tail: whether its rows are those of one token, which sees its own path.
     token: the tail's token; 0 in shared programs.
+    part: where its partial result stands.
     first_row, end_row: its rows of all heads; a tile may reach past the end.
-    begin, end: positions of its split.
+    begin, end: positions of its split or piece.
     last: the last position that its rows see.
     needed: whether there is anything to do.
     """
@@ -107,7 +119,7 @@ class Job:
     is_tail: jax.Array
     token: jax.Array
     length: jax.Array
-    split: jax.Array
+    part: jax.Array
     first_row: jax.Array
     end_row: jax.Array
     begin: jax.Array
@@ -127,39 +139,59 @@ class Job:
 def job_of(
     program: jax.Array, lengths_ref: Any, last_of: Callable[..., jax.Array], shape: Shape
 ) -> Job:
-    """Returns a program's work: tails and the last splits first, tiles of a split together.
+    """Returns a program's work: tails first, then the last splits, tiles of a split together.
 
     Programs without work come last, or they would delay the others.
 
     Args:
       last_of: (sequence, token) -> the last position that the token sees.
     """
+    piece = piece_of(shape.tiers)
     sequence, number = program % shape.batch, program // shape.batch
     is_tail = number < shape.tail_programs
     shared = number - shape.tail_programs
     head_tile, turn = number % shape.head_tiles, number // shape.head_tiles
     token = jnp.where(is_tail, turn % shape.tokens, 0)
     length = lengths_ref[sequence]
-    boundary = split_of(length, shape.tiers)
-    split = jnp.where(
-        is_tail, boundary + turn // shape.tokens, boundary - 1 - shared // shape.row_tiles
-    )
-    tail_row = token * shape.heads + head_tile * shape.tile.rows
     last = jnp.where(is_tail, last_of(sequence, token), length - 1)
-    begin = split_start(split, shape.tiers)
+    boundary = split_of(length, shape.tiers)
+    # Pieces of the split of the length that lie wholly below it.
+    n_cut = lax.div(length - split_start(boundary, shape.tiers), piece)
+    n_later = jnp.int32(0)
+    if shape.tokens > 1:
+        n_later = jnp.where(is_tail, split_of(last, shape.tiers) - boundary, 0)
+    turn = jnp.where(is_tail, turn // shape.tokens, shared // shape.row_tiles)
+    # A token whose last position lies in a later split takes the splits up to that one whole.
+    is_whole = turn < jnp.where(is_tail, n_later, boundary)
+    split = jnp.where(is_tail, boundary + jnp.minimum(turn, n_later), boundary - 1 - turn)
+    split = jnp.where(is_tail | is_whole, split, boundary)
+    number = turn - jnp.where(is_tail, n_later, boundary)
+    number += jnp.where(is_tail & (n_later == 0), n_cut, 0)
+    begin = split_start(split, shape.tiers) + jnp.where(is_whole, 0, number * piece)
+    end = begin + jnp.where(is_whole, split_size(split, shape.tiers), piece)
+    tail_row = token * shape.heads + head_tile * shape.tile.rows
     return Job(
         sequence=sequence,
         is_tail=is_tail,
         token=token,
         length=length,
-        split=split,
+        part=jnp.where(is_whole, split, piece_part(number, n_later > 0, shape)),
         first_row=jnp.where(is_tail, tail_row, shared % shape.row_tiles * shape.tile.rows),
         end_row=jnp.where(is_tail, (token + 1) * shape.heads, shape.rows),
         begin=begin,
-        end=split_start(split + 1, shape.tiers),
+        end=end,
         last=last,
-        needed=jnp.where(is_tail, begin <= last, split >= 0),
+        needed=jnp.where(is_tail, begin <= last, is_whole | (number < n_cut)),
     )
+
+
+def piece_part(number: jax.Array, is_later: jax.Array, shape: Shape) -> jax.Array:
+    """Returns where the partial result of a piece stands.
+
+    Args:
+      is_later: whether its split is one behind that of the length.
+    """
+    return number + shape.n_splits + is_later.astype(jnp.int32) * shape.n_pieces
 
 
 def depth_of(route_ref: Any, sequence: jax.Array, token: jax.Array) -> jax.Array:
@@ -169,7 +201,7 @@ def depth_of(route_ref: Any, sequence: jax.Array, token: jax.Array) -> jax.Array
 
 
 def attend(*refs: Any, shape: Shape) -> None:
-    """One program: the partial softmax of one tile of rows over one split of keys."""
+    """One program: the partial softmax of one tile of rows over one split or piece of keys."""
     on, tile = Operands(*refs), shape.tile
     job = job_of(
         pl.program_id(0),
@@ -210,7 +242,7 @@ def attend(*refs: Any, shape: Shape) -> None:
                 state,
             )
         highest, total, weighted = state
-        at = (job.sequence, job.split, pl.ds(job.first_row, tile.rows))
+        at = (job.sequence, job.part, pl.ds(job.first_row, tile.rows))
         plt.store(on.highest.at[at], highest, mask=is_row)
         plt.store(on.total.at[at], total, mask=is_row)
         columns = jnp.arange(weighted.shape[1])
@@ -300,39 +332,48 @@ def merge(
     shape: Shape,
     tile: Tile,
 ) -> None:
-    """One program: some latent columns of one row, from all splits it sees, in their order."""
-    n_parts = pl.cdiv(shape.latent, tile.columns)
-    part, number = pl.program_id(0) % n_parts, pl.program_id(0) // n_parts
+    """One program: some latent columns of one row, from all its parts, in their order."""
+    n_tiles = pl.cdiv(shape.latent, tile.columns)
+    at, number = pl.program_id(0) % n_tiles, pl.program_id(0) // n_tiles
     sequence, row = number // shape.rows, number % shape.rows
-    last = lengths_ref[sequence] + depth_of(route_ref, sequence, row // shape.heads)
-    n_splits = split_of(last, shape.tiers) + 1
-    columns = part * tile.columns + jnp.arange(tile.columns)
+    length = lengths_ref[sequence]
+    last = length + depth_of(route_ref, sequence, row // shape.heads)
+    n_whole = split_of(last, shape.tiers)
+    is_later = n_whole > split_of(length, shape.tiers)
+    n_parts = n_whole + (last - split_start(n_whole, shape.tiers)) // piece_of(shape.tiers) + 1
+    # Sums may be too large for half the bytes, means are not.
+    is_mean = weighted_ref.dtype == jnp.float16
+    columns = at * tile.columns + jnp.arange(tile.columns)
     is_column = columns < shape.latent
 
     def add(chunk: jax.Array, state: State) -> State:
         highest, total, weighted = state
-        splits = chunk * tile.splits + jnp.arange(tile.splits)
-        exists = splits < n_splits
-        share = plt.load(highest_ref.at[sequence, splits, row], mask=exists, other=_MASKED)
-        more = plt.load(total_ref.at[sequence, splits, row], mask=exists, other=0)
+        number = chunk * tile.splits + jnp.arange(tile.splits)
+        exists = number < n_parts
+        part = jnp.where(number < n_whole, number, piece_part(number - n_whole, is_later, shape))
+        share = plt.load(highest_ref.at[sequence, part, row], mask=exists, other=_MASKED)
+        more = plt.load(total_ref.at[sequence, part, row], mask=exists, other=0)
         latents = plt.load(
-            weighted_ref.at[sequence, splits[:, None], row, columns[None, :]],
+            weighted_ref.at[sequence, part[:, None], row, columns[None, :]],
             mask=exists[:, None] & is_column[None, :],
             other=0,
         )
         new_highest = jnp.maximum(highest, share.max())
         shrink, share = jnp.exp2(highest - new_highest), jnp.exp2(share - new_highest)
+        weight = share * more
+        if is_mean:
+            share, latents = weight, latents.astype(jnp.float32)
         return (
             new_highest,
-            total * shrink + jnp.sum(share * more),
+            total * shrink + jnp.sum(weight),
             weighted * shrink + jnp.sum(share[:, None] * latents, axis=0),
         )
 
     start = jnp.float32(_MASKED), jnp.float32(0), jnp.zeros(tile.columns, jnp.float32)
-    n_chunks = pl.cdiv(n_splits, tile.splits)
+    n_chunks = pl.cdiv(n_parts, tile.splits)
     _, total, weighted = lax.fori_loop(0, n_chunks, add, start)
     plt.store(
-        out_ref.at[sequence, row, pl.ds(part * tile.columns, tile.columns)],
+        out_ref.at[sequence, row, pl.ds(at * tile.columns, tile.columns)],
         weighted / total,
         mask=is_column,
     )
