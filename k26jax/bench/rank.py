@@ -122,8 +122,9 @@ class Job:
 
     @property
     def capacity(self) -> int:
-        """Cache rows: the context, what is decoded in one go, and a tree beside it."""
-        longest = max(STEPS * (self.draft.depth + 1), self.check_tokens + self.draft.depth)
+        """Cache rows: the context, what is decoded from there, and a tree beside it."""
+        timed = (self.dispatches + 2) * STEPS * (self.draft.depth + 1)
+        longest = max(timed, self.check_tokens + self.draft.depth)
         return -(-(self.context + longest + max(self.widths)) // 256) * 256
 
 
@@ -224,17 +225,21 @@ class _Turn:
         self._runner.occupy(0, length=self._job.context, max_tokens=_UNLIMITED)
         jax.block_until_ready(self._runner.state)
 
-    def _dispatch_seconds(self, n_steps: int) -> tuple[float, int]:
-        """Returns the median seconds of dispatches of some steps, and the tokens of one."""
-        times, emitted = [], 0
+    def _dispatch_seconds(self, n_steps: int) -> tuple[float, float]:
+        """Returns the median seconds of dispatches of some steps, and the tokens of one, mean.
+
+        One after the other, as while text is generated: the state stays in its place, and the
+        context grows by what is accepted. A state in a new place costs a dispatch milliseconds.
+        """
+        times, emitted = [], []
+        self._restart()
         for turn in range(self._job.dispatches + 2):
-            self._restart()
             begun = time.perf_counter()
             steps = self._runner.run(n_steps)
             if turn >= 2:
                 times.append(time.perf_counter() - begun)
-            emitted = int(np.sum(steps.emitted_len))
-        return statistics.median(times), emitted
+                emitted.append(int(np.sum(steps.emitted_len)))
+        return statistics.median(times), statistics.fmean(emitted)
 
 
 def _engine(job: Job) -> Loaded:

@@ -31,7 +31,7 @@ from k26jax.spec.verify import TreeLogits, verify
 _IN_A_ROW = 6
 _REPEATS = 9
 # Turns of the two loops whose difference is timed.
-_TURNS = (16, 80)
+_TURNS, _LONG_TURNS = (16, 80), (1, 5)
 
 
 @dataclass(frozen=True)
@@ -100,16 +100,17 @@ class Stages:
     def seconds(self, state: SpecState) -> Iterator[tuple[str, float]]:
         """Yields each stage and the seconds it takes in one step, as they are measured.
 
-        Long stages run in a row; short ones in loops on the device, whose links and dispatch are
-        taken off.
+        All run in loops on the device, whose dispatch is taken off, and of the short ones the
+        links: started from the host, a program pays for each new place of its results.
         """
         params = self._loaded.params
         found = self.step(state)
         if found.log_probs is not None:
-            yield "draft", _seconds_in_a_row(lambda: self.draft(params, state))
+            yield "draft", self._repeated(self._draft_again, state.anchor, (params, state))
             operands = found.log_probs.token_ids, state.anchor
             yield "tree_build", self._looped(self._build_again, found.log_probs.log_probs, operands)
-        yield "verify", _seconds_in_a_row(lambda: self.verify(params, found.tree, state))
+        operands = params, found.tree, state
+        yield "verify", self._repeated(self._verify_again, found.tree.token_ids, operands)
         logits = found.tree_logits.logits
         yield "accept", self._looped(self._accept_again, logits, (found.tree, state))
         rows = found.tree_logits.rows
@@ -158,6 +159,36 @@ class Stages:
             return (long - short) / (_TURNS[1] - _TURNS[0])
 
         return slope(True) - slope(False)
+
+    def _repeated(self, again: Callable[..., Any], held: Any, operands: Any) -> float:
+        """Returns the seconds of a long stage, by one program of two lengths; one compilation.
+
+        Args:
+          again: as in `_looped`.
+        """
+
+        def program(n_turns: Any, held: Any, operands: Any) -> jax.Array:
+            again_really = functools.partial(again, operands=operands, really=True)
+            held = lax.fori_loop(0, n_turns, lambda _, x: again_really(x), held)
+            return held[(0,) * held.ndim]
+
+        loop = self._program(program)
+        short, long = (
+            _seconds_in_a_row(lambda n=n: loop(np.int32(n), held, operands)) for n in _LONG_TURNS
+        )
+        return (long - short) / (_LONG_TURNS[1] - _LONG_TURNS[0])
+
+    def _draft_again(self, x: jax.Array, operands: Any, really: bool) -> jax.Array:
+        params, state = operands
+        state = replace(state, anchor=x)
+        found = draft(self._models(params), state, self._loaded.plan) if really else state.anchor
+        return touched(x, jax.tree.leaves(found))
+
+    def _verify_again(self, x: jax.Array, operands: Any, really: bool) -> jax.Array:
+        params, tree, state = operands
+        tree = replace(tree, token_ids=x)
+        found = self._verify(params, tree, state)[0] if really else state.anchor
+        return touched(x, jax.tree.leaves(found))
 
     def _build_again(self, x: jax.Array, operands: Any, really: bool) -> jax.Array:
         token_ids, anchor = operands
