@@ -24,7 +24,7 @@ TILES: dict[str, dict[str, Tile]] = {
     "int4_moe_combine": dict.fromkeys(
         ("sm_90", "sm_100", "sm_120"), Tile(columns=64, depth=256, warps=4, stages=2)
     ),
-    # Products: short sums, sums in parts, few columns, many. Which one follows from the weights.
+    # Products: short sums, sums in parts, few columns, many, many short sums. Which one follows from the weights.
     "dense_short": {
         "sm_90": Tile(columns=16, splits=2, depth=256, warps=2, stages=3),
         "sm_100": Tile(columns=16, splits=2, depth=256, warps=2, stages=3),
@@ -42,6 +42,12 @@ TILES: dict[str, dict[str, Tile]] = {
         "sm_90": Tile(columns=64, splits=1, depth=128, warps=4, stages=4),
         "sm_100": Tile(columns=64, splits=1, depth=128, warps=4, stages=4),
         "sm_120": Tile(columns=64, splits=1, depth=128, warps=4, stages=4),
+    },
+    "dense_wide_short": {
+        "sm_90": Tile(columns=32, splits=2, depth=128, warps=2, stages=4),
+        # As on sm_90 it would spill.
+        "sm_100": Tile(columns=64, splits=1, depth=128, warps=4, stages=4),
+        "sm_120": Tile(columns=32, splits=2, depth=128, warps=2, stages=4),
     },
     "dense_absorb": {
         "sm_90": Tile(columns=32, depth=128, warps=4, stages=2),

@@ -227,11 +227,15 @@ def test_every_tile_gives_the_product(tile):
         near(output, expected, np.abs(wide(x)) @ np.abs(wide(weight[LAYER])).T, np.float32)
 
 
+# Columns and lengths of sums.
+SHAPES = (1536, 1536), (4608, 7168), (7168, 1024), (20480, 7168)
+
+
 def test_the_tile_follows_from_the_weights():
-    tiles = [kernel.dense_tile(n, k) for n, k in ((1536, 1536), (4608, 7168), (7168, 1024))]
-    assert len(set(tiles)) == 3
-    # 132 and 56 tiles of columns: about 256 programs.
-    assert [kernel.parts_tile(n, 7168).parts for n in (2112, 896)] == [2, 5]
+    tiles = [kernel.dense_tile(n, k) for n, k in SHAPES]
+    assert len(set(tiles)) == 4
+    # 66 and 28 tiles of columns: about 256 programs.
+    assert [kernel.parts_tile(n, 7168).parts for n in (2112, 896)] == [4, 9]
     assert {tile.rows for tile in tiles} == {16}
 
 

@@ -94,7 +94,7 @@ def gated(
 def dense_tile(n: int, k: int) -> Tile:
     """Returns the tile of a launch with n columns in all and sums of k elements."""
     if n >= _WIDE:
-        return tile_of("dense_wide")
+        return tile_of("dense_wide_short" if k <= _SHORT_SUM else "dense_wide")
     return tile_of("dense_short" if k <= _SHORT_SUM else "dense_narrow")
 
 
