@@ -24,7 +24,8 @@ TILES: dict[str, dict[str, Tile]] = {
     "int4_moe_combine": dict.fromkeys(
         ("sm_90", "sm_100", "sm_120"), Tile(columns=64, depth=256, warps=4, stages=2)
     ),
-    # Products: short sums, sums in parts, few columns, many, many short sums. Which one follows from the weights.
+    # Products: short sums, sums in parts, few columns, many, many short sums. Which one follows
+    # from the weights.
     "dense_short": {
         "sm_90": Tile(columns=16, splits=2, depth=256, warps=2, stages=3),
         "sm_100": Tile(columns=16, splits=2, depth=256, warps=2, stages=3),
