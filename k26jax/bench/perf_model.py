@@ -241,6 +241,8 @@ def _message_seconds(setting: Setting, width: int) -> float:
         block = draft.block_size * setting.users
         cut = setting.ranks.draft_ranks(draft) > 1
         seconds += (2 * draft.num_hidden_layers * cut + 1) * one(block, draft.hidden_size)
+        # The features' projection, of the rows that may be committed.
+        seconds += cut * one((draft.depth + 1) * setting.users, draft.hidden_size)
         seconds += 2 * one(draft.depth * setting.users, 2 * width)
     return seconds
 

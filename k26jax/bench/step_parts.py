@@ -111,10 +111,9 @@ def target_parts(model: ModelConfig, ranks: Ranks, load: Load) -> Iterator[Part]
     yield Part("verify", "small", 6 if rows > 1 else 5)  # positions, words, embedding, norm
     for _ in range(model.num_hidden_layers):
         yield from _attention(model, ranks, load)
-    converts = 1 if ranks.several else 0
     for _ in model.dense_layer_ids:
         width = model.intermediate_size / ranks.tp_size
-        yield Part("verify", "small", 1 + converts)
+        yield Part("verify", "small", 1)
         yield _dense("verify", 2 * hidden * width, rows)
         yield _dense("verify", hidden * width, rows)
     for _ in model.moe_layer_ids:
@@ -128,11 +127,10 @@ def draft_parts(model: ModelConfig, draft: DraftConfig, ranks: Ranks, load: Load
     rows, head_dim = draft.block_size * users, draft.head_dim
     query = draft.num_attention_heads * head_dim / share
     key = draft.num_key_value_heads * head_dim / share
-    converts = 2 if share > 1 else 0
     budget, depth = load.rows - 1, min(draft.depth, load.rows - 1)
     for window in draft.windows:
         seen = min(window or load.context, load.context) * users
-        yield Part("draft", "small", 2 + 2 + 2 + converts)  # norms, heads, merge and cast
+        yield Part("draft", "small", 2 + 2 + 2)  # norms, heads, merge and cast
         yield _dense("draft", hidden * (query + 2 * key), rows)
         yield Part("draft", "draft_attention", 1, seen * 2 * key * _BF16)
         yield _dense("draft", hidden * query, rows)
@@ -144,7 +142,7 @@ def draft_parts(model: ModelConfig, draft: DraftConfig, ranks: Ranks, load: Load
     yield Part("draft", "small", 7)
     yield Part("draft", "top", 2, depth * users * vocabulary * _F32)
     yield Part("tree_build", "tree", budget / 16, depth * budget * 8)
-    features = len(draft.target_layer_ids) * hidden
+    features = len(draft.target_layer_ids) * hidden / share
     yield _dense("compact", hidden * features, (depth + 1) * users)
     for _ in draft.windows:
         yield _dense("compact", 2 * hidden * key, (depth + 1) * users)
@@ -165,8 +163,8 @@ def _attention(model: ModelConfig, ranks: Ranks, load: Load) -> Iterator[Part]:
     nope, rope = model.qk_nope_head_dim, model.qk_rope_head_dim
     value, latent = model.v_head_dim, model.kv_lora_rank
     query, inputs = heads * (nope + rope), model.q_lora_rank
-    # Norm, latent norms, merge; in a mesh the cast behind the sum; of a tree, its staging.
-    small = 3 + (ranks.tp_size > 1) + (load.rows > 1)
+    # Norm, latent norms, merge; of a tree, its staging.
+    small = 3 + (load.rows > 1)
     yield Part("verify", "small", small)
     yield Part("verify", "small", 2, heads * (nope + value) * latent * _BF16)  # absorb, values
     if inputs is None:
@@ -181,7 +179,7 @@ def _attention(model: ModelConfig, ranks: Ranks, load: Load) -> Iterator[Part]:
 def _experts(model: ModelConfig, ranks: Ranks, load: Load) -> Iterator[Part]:
     hidden, rows = model.hidden_size, load.all_rows
     width = model.moe_intermediate_size * model.n_shared_experts / ranks.tp_size
-    small = 3 + ranks.several  # norm, router, work list; the cast behind the sum
+    small = 2 + (rows > 1)  # norm, router; behind it the work list, which one row's router makes
     yield Part("verify", "small", small)
     yield _dense("verify", hidden * (2 * width + model.n_routed_experts), rows)
     is_int4 = model.quantization is Quantization.INT4_EXPERTS

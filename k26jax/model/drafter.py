@@ -20,6 +20,8 @@ from k26jax.model.parameters import Source, declare, ones
 from k26jax.pallas.dense import dense
 from k26jax.pallas.draft_attention import draft_attention
 from k26jax.pallas.norm import add_rms_norm, head_norm, rms_norm
+from k26jax.sharding.collectives import own_columns
+from k26jax.sharding.rules import MODEL
 
 
 class Drafter(nnx.Module):
@@ -69,9 +71,11 @@ class Drafter(nnx.Module):
     def context(
         self, features: Float[Array, "*rows features"], kernels: str = "reference"
     ) -> Float[Array, "*rows d"]:
-        """Returns the context states of target features."""
-        rows = flat(features.astype(self.dtype))
-        (projected,) = dense(rows, (self.fc[...][None],), layer=0, kernels=kernels)
+        """Returns the context states of target features, of which each rank projects some."""
+        rows = own_columns(flat(features.astype(self.dtype)), MODEL)
+        weights, inputs = self.fc[...][None], features.shape[-1]
+        projected = summed_dense(rows, weights, layer=0, inputs=inputs, kernels=kernels)
+        projected = projected.astype(self.dtype)
         normed = self._norm(projected, self.hidden_norm[...][None], 0, kernels)
         return normed.reshape(*features.shape[:-1], -1)
 

@@ -25,12 +25,12 @@ RULES: dict[str, str | None] = {
     "q_latent": None,
     "nope_value": None,
     "head_dim": None,
-    "feature": None,
     "router": None,
     "head": MODEL,
     "kv_head": MODEL,
     "ffn": MODEL,
     "vocab": MODEL,
+    "feature": MODEL,
     "expert": EXPERT,
     # Of the kernel's layout of INT4 experts, which each rank makes of its own part.
     "ffn_tile": MODEL,
