@@ -168,3 +168,9 @@ def test_no_file_names_a_path_of_a_machine():
         if hits:
             found[_name(path)] = hits
     assert found == {}
+
+
+def test_test_modules_have_names_of_their_own():
+    """Pytest imports them by name alone: of two alike it collects one, and only in whole runs."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
