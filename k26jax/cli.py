@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from k26jax import __version__
 from k26jax.errors import CapacityError, K26Error, nearest
 
-COMMANDS = ("generate", "convert", "verify", "inspect", "bench")
+COMMANDS = ("generate", "serve", "convert", "verify", "inspect", "bench")
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 

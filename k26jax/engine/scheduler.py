@@ -65,10 +65,10 @@ class Watcher(Protocol):
     """Who is told what happens, in the thread in which it happens."""
 
     def emitted(self, job: Job, chunk: StreamChunk) -> None:
-        """A chunk was delivered."""
+        """A chunk is about to be delivered; with the last one, `ended` is called next."""
 
     def ended(self, job: Job) -> None:
-        """A job has ended, however it did."""
+        """A job has ended, however it did; its last item is about to be delivered."""
 
 
 @dataclass
@@ -176,7 +176,7 @@ class Scheduler:
             ]
             self._waiting += jobs
             self.counts.submitted += len(jobs)
-            self._changed.notify()
+            self._changed.notify_all()
         return jobs
 
     def abort(self, job: Job) -> bool:
@@ -189,14 +189,14 @@ class Scheduler:
                 self._end(job, ABORT, Ended(ABORT))
             else:
                 self._aborted.add(job.number)
-            self._changed.notify()
+            self._changed.notify_all()
         return True
 
     def drain(self) -> None:
         """Takes no more jobs; those that wait and run go on."""
         with self._changed:
             self._is_open = False
-            self._changed.notify()
+            self._changed.notify_all()
 
     def wait_idle(self, seconds: float) -> bool:
         """Returns whether nothing runs and nothing waits, at the latest after some seconds."""
@@ -209,7 +209,7 @@ class Scheduler:
         """Aborts what is left and ends the loop; returns whether it ended in that time."""
         with self._changed:
             self._is_open, self._is_closing = False, True
-            self._changed.notify()
+            self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -256,6 +256,7 @@ class Scheduler:
             for number in self._aborted & self._running.keys():
                 slots.abort(number)
                 self._end(self._running.pop(number), ABORT, Ended(ABORT))
+                self._changed.notify_all()
             self._aborted.clear()
             if self._is_closing:
                 self._check_idle(slots)
@@ -271,6 +272,8 @@ class Scheduler:
             job = self._running[number]
             job.first_at = job.first_at or time.monotonic()
             job.tokens += len(chunk.token_ids)
+            if self._watcher is not None:
+                self._watcher.emitted(job, chunk)
             if chunk.output is not None:
                 del self._running[number]
                 job.output = chunk.output
@@ -278,8 +281,6 @@ class Scheduler:
                 self._changed.notify_all()
             else:
                 job.deliver(chunk)
-            if self._watcher is not None:
-                self._watcher.emitted(job, chunk)
 
     def _end(self, job: Job, outcome: str, last: StreamChunk | Ended) -> None:
         """Ends a job; its last item is delivered once all else is told."""
