@@ -18,6 +18,7 @@ from k26jax.server.settings import ServerSettings
 from k26jax.text.answer import ChatAnswer
 from k26jax.text.chat import ChatPrompt
 from k26jax.text.thinking import read_thinking
+from k26jax.text.tokenizer import replace_surrogates
 from k26jax.text.tools import check_tools, choose_tools
 
 
@@ -82,7 +83,9 @@ def plan_completion(llm: LLM, body: CompletionBody, settings: ServerSettings) ->
             found = _requests(llm, ids, params)
         except K26Error as error:
             raise api_error(error, HONOURED[COMPLETION]) from error
-        echo = "" if not body.echo else prompt if isinstance(prompt, str) else decode(llm, ids)
+        echo = ""
+        if body.echo:
+            echo = replace_surrogates(prompt) if isinstance(prompt, str) else decode(llm, ids)
         choices += [TextChoice(len(choices) + i, len(ids), echo) for i in range(len(found))]
         requests += found
     return Planned(requests, choices, len(prompts))

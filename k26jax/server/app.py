@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -246,4 +247,4 @@ async def _raise(request: Request, error: Exception) -> Response:
 
 
 def _header(names: list[str]) -> str:
-    return ",".join(name.encode("ascii", "backslashreplace").decode() for name in names)[:1000]
+    return ",".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name) for name in names)[:1000]

@@ -18,6 +18,7 @@ from k26jax.errors import (
     RequestError,
     TokenizerError,
 )
+from k26jax.text.tokenizer import replace_surrogates
 
 _RETRY = {"retry-after": "1"}
 _MAX_MESSAGE = 1000
@@ -53,9 +54,9 @@ class ApiError(Exception):
     def record(self) -> dict[str, Any]:
         """Returns the body."""
         error = {
-            "message": self.message,
+            "message": replace_surrogates(self.message),
             "type": self.kind,
-            "param": self.param,
+            "param": None if self.param is None else replace_surrogates(self.param),
             "code": self.code,
         }
         return {"error": error}

@@ -68,7 +68,9 @@ class Sequences:
         job = self.jobs[0]
         marks = [job.queued_at, job.admitted_at, job.first_at, job.ended_at]
         found = []
-        for name, begin, end in zip(("queue", "prefill", "decode"), marks[:-1], marks[1:], strict=True):
+        for name, begin, end in zip(
+            ("queue", "prefill", "decode"), marks[:-1], marks[1:], strict=True
+        ):
             if begin is not None and end is not None:
                 found.append(f"{name};dur={1000 * (end - begin):.1f}")
         return ", ".join(found)
