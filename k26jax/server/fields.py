@@ -88,7 +88,7 @@ REFUSED = {
     },
     COMPLETION: _REFUSED_BOTH
     | {
-        "logprobs": Refused((), _LOGPROBS),
+        "logprobs": Refused((False,), _LOGPROBS),
         "best_of": Refused((1,), "sequences are not ranked; use n"),
         "suffix": Refused(("",), "the model does not fill in"),
     },

@@ -147,15 +147,16 @@ def serve(service: Service, sock: socket.socket, load: Callable[[], LLM], *, gra
                     service.open(llm)
                     service.warn_without_chat()
                     signals.wait(_Reporter(service, web).tick)
+                    is_well = web.is_alive
                     logs.event("draining", running=service.scheduler.running, seconds=grace)
                     is_done = service.drain(grace)
                     logs.event("stopped", all_answered=is_done)
                 finally:
                     service.drain(0)
-                failed = service.scheduler.error
+                is_well = is_well and service.scheduler.error is None
         finally:
             web.stop()
-    return 0 if failed is None and web is not None else 1
+    return 0 if is_well else 1
 
 
 class _Reporter:
