@@ -1,7 +1,8 @@
 """The loop of a server: one thread has the engine's slots and gives them to those who wait.
 
-First come, first served. While others run, one request is admitted between two dispatches, so that
-a running one waits for one prompt at most; an abort is seen after the dispatch under way.
+First come, first served. Between two dispatches of decoding steps one chunk of one prompt is
+prefilled, so that a running request waits for one chunk at most; an abort is seen after the chunk
+and the dispatch under way.
 """
 
 from __future__ import annotations
@@ -228,10 +229,11 @@ class Scheduler:
         if admitted is None:
             return False
         self._busy_since = time.monotonic()
-        if admitted:
-            job = admitted[0]
-            self._deliver(*slots.admit(job.number, job.request))
-        if slots:
+        for job in admitted:
+            slots.begin(job.number, job.request)
+        if (first := slots.prefill_next()) is not None:
+            self._deliver(*first)
+        if slots.decoding:
             streamed = any(job.is_streamed for job in self._running.values())
             limit = self._stream_steps if streamed else self._most_steps
             for number, chunk in slots.advance(limit):
@@ -240,7 +242,7 @@ class Scheduler:
         return True
 
     def _prepare(self, slots: Slots) -> list[Job] | None:
-        """Frees the slots of aborted jobs and returns what to admit, at most one job.
+        """Frees the slots of aborted jobs and returns what to admit.
 
         Waits while there is nothing to do. Returns None at the end of the loop.
         """
@@ -261,7 +263,7 @@ class Scheduler:
             if self._is_closing:
                 self._check_idle(slots)
                 return None
-            admitted = [self._waiting.popleft()] if self._waiting and slots.free else []
+            admitted = [self._waiting.popleft() for _ in range(min(slots.free, len(self._waiting)))]
             for job in admitted:
                 job.admitted_at = time.monotonic()
                 self._running[job.number] = job

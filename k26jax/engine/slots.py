@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -61,6 +62,7 @@ class Slots:
     def __init__(self, runner: Runner, tokenizer: Tokenizer | None):
         self._runner, self._tokenizer = runner, tokenizer
         self._running: dict[int, _Running] = {}
+        self._prompts: deque[int] = deque()  # slots whose prompt is not whole yet
 
     def __len__(self) -> int:
         return len(self._running)
@@ -73,17 +75,44 @@ class Slots:
     def admit(self, number: int, request: Request) -> Numbered:
         """Returns the number and the first chunk of a request, which has a slot unless it ended.
 
-        Cost: the prefill of its prompt. There must be a free slot.
+        Cost: the prefill of its prompt. There must be a free slot, and no unfinished prompt.
         """
+        self.begin(number, request)
+        while (first := self.prefill_next()) is None:
+            pass
+        return first
+
+    def begin(self, number: int, request: Request) -> None:
+        """Gives a slot to a request, whose prompt `prefill_next` puts there chunk by chunk."""
         slot = next(slot for slot in range(self._runner.slots) if slot not in self._running)
         self._running[slot] = _Running(number, Transcript(request, self._tokenizer))
-        return self._emit(slot, [self._runner.prefill(slot, request)], [])
+        self._prompts.append(slot)
+        self._runner.begin(slot, request)
+
+    def prefill_next(self) -> Numbered | None:
+        """Puts one more chunk of the oldest unfinished prompt in its place, if there is any.
+
+        Returns the number and the first chunk of a request whose prompt is whole now.
+        """
+        if not self._prompts:
+            return None
+        slot = self._prompts[0]
+        first_token = self._runner.prefill_next(slot)
+        if first_token is None:
+            return None
+        self._prompts.popleft()
+        return self._emit(slot, [first_token], [])
+
+    @property
+    def decoding(self) -> int:
+        """How many requests have their whole prompt in place."""
+        return len(self._running) - len(self._prompts)
 
     def advance(self, limit: int, *, trace: bool = False) -> Iterator[Numbered]:
         """Yields one chunk per step and running request, in the order of the steps; one dispatch.
 
         Args:
-          limit: steps to run at most.
+          limit: steps to run at most. There must be a request that is `decoding`.
           trace: record the trees of each step.
         """
         steps = self._runner.run(limit, record_trees=trace)
@@ -104,12 +133,15 @@ class Slots:
         slot = next(slot for slot, found in self._running.items() if found.number == number)
         self._runner.release(slot)
         del self._running[slot]
+        if slot in self._prompts:
+            self._prompts.remove(slot)
 
     def abort_all(self) -> None:
         """Frees every slot."""
         for slot in self._running:
             self._runner.release(slot)
         self._running.clear()
+        self._prompts.clear()
 
     def _emit(self, slot: int, token_ids: list[int], traces: list[StepTrace]) -> Numbered:
         running = self._running[slot]

@@ -48,6 +48,7 @@ class ScriptedRunner:
         self.error: Exception | None = None
         self._left: dict[int, deque[list[int]]] = {}
         self._stops: dict[int, int] = {}
+        self._prompts: dict[int, deque[int | None]] = {}
 
     def restore(self) -> None:
         pass
@@ -55,14 +56,22 @@ class ScriptedRunner:
     def close(self) -> None:
         pass
 
-    def prefill(self, slot: int, request: Request) -> int:
-        self.calls.append(("prefill", slot))
+    def begin(self, slot: int, request: Request) -> None:
         assert slot not in self._left, f"slot {slot} is in use"
         runs = [list(run) for run in self.script(request) if len(run)]
         first, rest = runs[0][0], [runs[0][1:], *runs[1:]]
         self._left[slot] = deque(run for run in rest if run)
         self._stops[slot] = request.stop_ids[0] if request.stop_ids else first
+        size = prepared(2, 512).config.chunked_prefill_size
+        chunks = -(-len(request.prompt_token_ids) // size)
+        self._prompts[slot] = deque([*[None] * (chunks - 1), first])
+
+    def prefill_next(self, slot: int) -> int | None:
+        self.calls.append(("prefill", slot))
         assert self.gate.wait(30)
+        first = self._prompts[slot].popleft()
+        if first is not None:
+            del self._prompts[slot]
         return first
 
     def run(self, limit: int, *, record_trees: bool = False) -> Any:
@@ -85,6 +94,7 @@ class ScriptedRunner:
     def release(self, slot: int) -> None:
         self.calls.append(("release", slot))
         del self._left[slot]
+        self._prompts.pop(slot, None)
 
     @property
     def busy(self) -> list[int]:
@@ -94,6 +104,7 @@ class ScriptedRunner:
         return {
             slot: left.popleft() if left else [self._stops[slot]]
             for slot, left in self._left.items()
+            if slot not in self._prompts
         }
 
 

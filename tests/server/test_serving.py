@@ -157,6 +157,32 @@ def test_streams_take_few_steps_a_dispatch(server):
     assert {call[1] for call in server.runner.calls if call[0] == "run"} == {steps}
 
 
+def test_a_long_prompt_goes_in_chunk_by_chunk_between_the_steps_of_others(server):
+    size = server.llm.config.chunked_prefill_size
+    with scripted(long_answer, context=4 * size, keepalive_seconds=0.1) as server:
+        server.runner.pace = 0.01
+        other = in_thread(lambda: server.complete(stream=True, max_tokens=80))
+        wait_for(lambda: len(server.runner.calls) > 3)
+        answer = server.complete(prompt=[5] * (3 * size - 1), max_tokens=2)
+        assert answer.json()["usage"]["prompt_tokens"] == 3 * size - 1
+        other[0].join(10)
+        calls = [name for name, _ in server.runner.calls]
+        first = calls.index("prefill", 1)
+        assert calls[first : first + 5] == ["prefill", "run"] * 2 + ["prefill"]
+        # One that is left within its prompt frees its slot before its first token.
+        server.runner.gate.clear()
+        body = {"prompt": [5] * (3 * size - 1), "stream": True}
+        with server.http.stream("POST", "/v1/completions", json=body):
+            wait_for(lambda: server.runner.busy)
+        wait_for(lambda: server.service.scheduler._aborted)
+        calls = len(server.runner.calls)
+        server.runner.gate.set()
+        server.wait_idle()
+        assert server.runner.busy == []
+        assert [name for name, _ in server.runner.calls[calls:]] == ["release"]
+        assert server.complete(max_tokens=2).status_code == 200
+
+
 def test_an_idle_loop_sleeps(server):
     server.complete(max_tokens=2)
     server.wait_idle()
