@@ -20,7 +20,12 @@ def event(name: str, level: int = logging.INFO, **fields: object) -> None:
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
-        shown = " ".join(f"{name}={value}" for name, value in fields.items() if value is not None)
+        # What a client chose, such as a path, begins no line of its own.
+        shown = " ".join(
+            f"{name}={str(value).encode('unicode_escape').decode()}"
+            for name, value in fields.items()
+            if value is not None
+        )
         clock = self.formatTime(record, "%H:%M:%S")
         text = f"{clock} {record.levelname.lower()} {record.getMessage()} {shown}".rstrip()
         return text + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")

@@ -146,7 +146,7 @@ class Reply:
             "answered",
             request_id=self.request_id,
             id=self.id,
-            prompt_tokens=sum(len(request.prompt_token_ids) for request in self.requests),
+            prompt_tokens=total_usage(self.choices, self.prompts)["prompt_tokens"],
             output_tokens=sum(job.tokens for job in jobs),
             ttft_seconds=round(min(firsts) - begun, 4) if firsts else None,
             seconds=round(time.monotonic() - begun, 4),

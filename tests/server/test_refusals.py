@@ -6,6 +6,8 @@ import json
 import logging
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scripted import NAME, ids_of, scripted
 
 from k26jax.server import logs
@@ -152,6 +154,43 @@ def test_deep_messages_and_lone_surrogates(server):
     error_of(server.http.post("/v1/completions", content=raw, headers=JSON), 404)
 
 
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+    | st.sampled_from(["user", "auto", "text", "function", "hi", "enabled", "content", "\ud83d"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["role", "content", "type", "function", "name", "text", "tool_calls", "id"]
+            )
+            | st.text(max_size=3),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=250)
+@given(data=st.data(), kind=st.sampled_from([CHAT, COMPLETION]))
+def test_no_body_is_the_server_s_fault(server, data, kind):
+    """Random values in known and unknown fields: answered or refused by name, never a 5xx."""
+    names = st.sampled_from([*HONOURED[kind], *REFUSED[kind], *IGNORED]) | st.text(max_size=4)
+    body = data.draw(st.dictionaries(names, JSON_VALUES, max_size=3))
+    if data.draw(st.booleans()):
+        body = {"prompt": "a"} | body if kind == COMPLETION else {"messages": [USER]} | body
+    path = "/v1/completions" if kind == COMPLETION else "/v1/chat/completions"
+    answer = server.http.post(path, content=json.dumps(body), headers=JSON)
+    if answer.status_code != 200:
+        assert answer.status_code in (400, 404), answer.text
+        assert answer.json()["error"]["message"]
+
+
 def test_content_types_encodings_and_sizes(server):
     path = "/v1/completions"
     body = b'{"prompt": "a"}'
@@ -216,6 +255,8 @@ def test_138_logs_have_ids_and_no_text_and_do_not_flood(server, caplog, monkeypa
     found = next(r for r in caplog.records if r.getMessage() == "answered")
     assert found.fields["request_id"] == answer.headers["x-request-id"]
     assert found.fields["output_tokens"] == answer.json()["usage"]["completion_tokens"]
+    caplog.records[-1].fields = {"path": "/a\nerror forged"}
+    assert "\n" not in logs._Text().format(caplog.records[-1])
     lines = [form.format(r) for form in (logs._Text(), logs._Json()) for r in caplog.records]
     assert json.loads(lines[-1])["event"] == "refused"
     assert not any("secret prompt" in line for line in lines)

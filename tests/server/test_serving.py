@@ -79,11 +79,11 @@ def test_a_full_queue_is_429_and_whoever_waits_is_served_in_order(server):
     server.runner.gate.clear()
     firsts = [in_thread(lambda: server.complete(max_tokens=3)) for _ in range(2)]
     scheduler = server.service.scheduler
-    wait_for(lambda: scheduler.running == 1 and scheduler.waiting == 1)
+    wait_for(lambda: scheduler.running + scheduler.waiting == 2)
     more = []
     for number in range(2):
         more.append(in_thread(lambda: server.complete(max_tokens=3)))
-        wait_for(lambda number=number: scheduler.waiting == 2 + number)
+        wait_for(lambda number=number: scheduler.running + scheduler.waiting == 3 + number)
     answer = server.complete()
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "1"
