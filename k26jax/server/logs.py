@@ -44,6 +44,16 @@ class _Json(logging.Formatter):
         return json.dumps(found, default=str)
 
 
+class _Stderr(logging.Handler):
+    """Writes to what is standard error at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
 class _Limit(logging.Filter):
     """Lets some refused requests a second through, and says how many it dropped."""
 
@@ -74,7 +84,7 @@ def set_up(form: str, level: str) -> None:
         form: "text" or "json".
         level: name of the lowest level that is shown.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(_Json() if form == "json" else _Text())
     handler.addFilter(_Limit())
     for logger, lowest in ((LOG, level.upper()), (logging.getLogger("uvicorn"), "WARNING")):
