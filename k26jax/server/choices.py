@@ -55,6 +55,8 @@ class Choice(abc.ABC):
             raise EngineFailedError("the engine failed on this request; see the server's log")
         if isinstance(item, StreamChunk) and item.output is not None:
             self.metrics = item.output.metrics
+        if self._finish_reason is not None:
+            return []
         pieces = self._read(item)
         if self._finish_reason is not None:
             pieces.append({"index": self.index, **self._last(), **self._end()})

@@ -176,7 +176,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(data=st.data(), kind=st.sampled_from([CHAT, COMPLETION]))
 def test_no_body_is_the_server_s_fault(server, data, kind):
     """Random values in known and unknown fields: answered or refused by name, never a 5xx."""

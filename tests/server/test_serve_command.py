@@ -20,6 +20,7 @@ from k26jax.commands.serve import generation_defaults
 from k26jax.errors import ConfigError
 from k26jax.server.run import PortError, bind, url_of
 
+PLAIN = ("--speculative-algorithm", "NONE")  # less to compile
 TARGET = REPOSITORY / "checkpoints" / "k26-tiny"
 
 
@@ -121,7 +122,7 @@ class Process:
 
 def test_142_a_process_starts_serves_and_drains_on_sigterm(small_pair):
     secret = "do-not-show"
-    server = Process([*small_pair.flags, "--api-key", secret, "--log-format", "json"])
+    server = Process([*small_pair.flags, *PLAIN, "--api-key", secret, "--log-format", "json"])
     try:
         headers = {"authorization": f"Bearer {secret}"}
         body = {"prompt": small_pair.letters[:5], "max_tokens": 50, "stream": True,
@@ -158,7 +159,7 @@ def test_142_a_process_starts_serves_and_drains_on_sigterm(small_pair):
 
 @pytest.mark.slow
 def test_123_a_second_ctrl_c_ends_it_at_once(small_pair):
-    server = Process(small_pair.flags)
+    server = Process([*small_pair.flags, *PLAIN])
     try:
         for _ in range(2):
             server.process.send_signal(signal.SIGINT)

@@ -10,6 +10,10 @@ import httpx
 import pytest
 from scripted import events_of, ids_of, scripted
 
+from k26jax.server.run import WebThread, bind, url_of
+from k26jax.server.service import Service
+from k26jax.server.settings import ServerSettings
+
 LONG = [[token] for token in ids_of("x</think>" + "word " * 100)]
 
 
@@ -104,6 +108,29 @@ def test_a_full_queue_is_429_and_whoever_waits_is_served_in_order(server):
     assert 'k26jax_num_requests_running{model_name="tiny"} 0.0' in text
 
 
+def test_who_came_first_is_served_first():
+    begun = []
+
+    def script(request):
+        begun.append(request.prompt_token_ids[0])
+        return LONG
+
+    with scripted(script, slots=2, max_waiting=20) as server:
+        scheduler = server.service.scheduler
+        server.runner.gate.clear()
+        asked = []
+        for number in range(8):
+            asked.append(
+                in_thread(lambda number=number: server.complete(prompt=[number], max_tokens=5))
+            )
+            wait_for(lambda number=number: scheduler.running + scheduler.waiting == number + 1)
+        server.runner.gate.set()
+        for thread, found in asked:
+            thread.join(10)
+            assert found[0].status_code == 200
+        assert begun == list(range(8))
+
+
 def test_125_a_silent_stream_is_kept_alive_by_comments(server):
     server.runner.gate.clear()
     thread, found = in_thread(lambda: server.complete(stream=True, max_tokens=3).content)
@@ -187,12 +214,35 @@ def test_an_idle_loop_sleeps(server):
     server.complete(max_tokens=2)
     server.wait_idle()
     scheduler, turns = server.service.scheduler, []
-    prepare = scheduler._prepare
-    scheduler._prepare = lambda slots: turns.append(1) or prepare(slots)
+    check = scheduler._check_idle  # made before each wait
+    scheduler._check_idle = lambda slots: turns.append(1) or check(slots)
     calls = len(server.runner.calls)
     time.sleep(0.3)
     assert len(turns) == 0
     assert len(server.runner.calls) == calls
+
+
+def test_a_server_that_starts_tells_how_far_it_is():
+    service = Service(ServerSettings(served_names=("tiny",)))
+    sock = bind("127.0.0.1", 0)
+    web = WebThread(service, sock)
+    web.start()
+    try:
+        service.stage, service.percent = "load target", 41.5
+        with httpx.Client(base_url=url_of(sock), trust_env=False) as http:
+            ready = http.get("/ready")
+            assert ready.status_code == 503
+            assert ready.json() == {"ready": False, "stage": "load target", "percent": 41.5}
+            assert http.get("/health").status_code == 200
+            answer = http.post("/v1/completions", json={"prompt": "a"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+            assert "load target" in answer.json()["error"]["message"]
+            assert http.get("/server_info").status_code == 503
+            assert http.get("/metrics").status_code == 200
+    finally:
+        assert service.drain(0)
+        web.stop()
+    assert not web.is_alive
 
 
 def test_121_an_engine_that_fails_ends_what_runs_and_is_unhealthy():

@@ -77,7 +77,7 @@ def joined(events: list[dict], index: int = 0) -> dict:
     return choice
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     text=ANSWERS,
     cuts=st.lists(st.booleans(), min_size=1, max_size=11),
@@ -103,6 +103,11 @@ def test_every_split_gives_the_same_answer_streamed_or_not(
         assert joined(events[:-1]) == whole["choices"][0]
         assert events[-1]["choices"] == []
         assert events[-1]["usage"] == whole["usage"]
+        assert events[-1]["k26jax"] == whole["k26jax"]
+        generated, forwards = whole["usage"]["completion_tokens"], whole["k26jax"]
+        assert forwards["accept_length"] == pytest.approx(
+            (generated - 1) / max(forwards["target_forwards"], 1), abs=1e-3
+        )
         bodies.append((whole["choices"], whole["usage"]))
     assert bodies[0] == bodies[1] == bodies[2]
     usage = bodies[0][1]
@@ -118,9 +123,10 @@ def test_every_split_gives_the_same_answer_streamed_or_not(
 
 
 def test_the_bytes_of_a_stream(server):
-    ids = ids_of("a</think>\n\nHi\nthere<|im_end|>")
+    ids = ids_of("a</think>\n\nHi\nthére<|im_end|>")
     server.state["runs"] = [ids]
     answer = server.chat(stream=True)
+    assert "thére" in answer.content.decode("utf-8")
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.headers["cache-control"] == "no-cache"
     assert answer.headers["x-accel-buffering"] == "no"
@@ -132,7 +138,7 @@ def test_the_bytes_of_a_stream(server):
     assert (events[0]["model"], events[0]["id"][:9]) == (NAME, "chatcmpl-")
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     deltas = [event["choices"][0]["delta"] for event in events[1:]]
-    assert deltas == [{"reasoning_content": "a"}, {"content": "\n\nHi\nthere"}, {}]
+    assert deltas == [{"reasoning_content": "a"}, {"content": "\n\nHi\nthére"}, {}]
     reasons = [event["choices"][0]["finish_reason"] for event in events]
     assert reasons == [None, None, None, "stop"]
     assert all("usage" not in event for event in events)
