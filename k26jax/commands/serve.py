@@ -58,7 +58,11 @@ def add(commands: Any) -> None:
         help="name in requests and answers; may be repeated (default: the folder's name)",
     )
     group.add_argument(
-        "--api-key", action="append", default=[], metavar="KEY", help="may be repeated"
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key that clients must send; may be repeated (default: none, all are let in)",
     )
     group.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="file with one API key a line"
@@ -69,8 +73,13 @@ def add(commands: Any) -> None:
         default="refuse",
         help="what is done with fields of a request that nobody knows (default: refuse)",
     )
-    group.add_argument("--log-format", choices=["text", "json"], default="text")
-    group.add_argument("--log-level", choices=["debug", "info", "warning"], default="info")
+    for flag, choices, default, text in (
+        ("--log-format", ["text", "json"], "text", "how events are written to standard error"),
+        ("--log-level", ["debug", "info", "warning"], "info", "lowest level that is written"),
+    ):
+        group.add_argument(
+            flag, choices=choices, default=default, help=f"{text} (default: {default})"
+        )
     add_engine_options(parser, max_running_requests=_RUNNING)
     parser.set_defaults(run=run)
 

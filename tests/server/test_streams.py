@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,3 +210,27 @@ def test_39_stop_strings_and_ids(server):
     for bad in ("", [], ["a"] * 17, [""]):
         answer = server.chat(stop=bad)
         assert answer.status_code == (200 if bad == [] else 400), bad
+
+
+def test_calls_of_tools_reach_the_official_client(server):
+    ids = ids_of(f"thought</think>{SECTION}<|im_end|>")
+    server.state["runs"] = runs_of(ids, [False, True, False])
+    asked = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
+        whole = client.chat.completions.create(**asked).choices[0]
+        with client.chat.completions.stream(**asked) as stream:
+            types = [event.type for event in stream]
+            streamed = stream.get_final_completion().choices[0]
+        (call,) = whole.message.tool_calls
+        assert (call.id, call.function.name) == ("functions.search:0", "search")
+        assert json.loads(call.function.arguments) == {"query": "é😀"}
+        assert whole.finish_reason == streamed.finish_reason == "tool_calls"
+        assert whole.message.content is None
+        assert whole.message.reasoning_content == "thought"
+        assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+        assert "tool_calls.function.arguments.done" in types
+        # The history with the call and its result is taken back.
+        result = {"role": "tool", "tool_call_id": call.id, "content": "found"}
+        more = [*asked["messages"], whole.message.model_dump(exclude_none=True), result]
+        again = client.chat.completions.create(**(asked | {"messages": more})).choices[0]
+        assert again.finish_reason == "tool_calls"
