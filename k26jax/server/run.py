@@ -150,12 +150,13 @@ def serve(service: Service, sock: socket.socket, load: Callable[[], LLM], *, gra
                     is_well = web.is_alive
                     logs.event("draining", running=service.scheduler.running, seconds=grace)
                     is_done = service.drain(grace)
-                    logs.event("stopped", all_answered=is_done)
                 finally:
                     service.drain(0)
                 is_well = is_well and service.scheduler.error is None
         finally:
             web.stop()
+    # The last answers were on their way until the web thread ended.
+    logs.event("stopped", all_answered=is_done)
     return 0 if is_well else 1
 
 

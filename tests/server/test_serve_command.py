@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
 from fixtures.paths import REPOSITORY
+from scripted import ScriptedRunner, ids_of, prepared
 
+from k26jax import LLM
 from k26jax.cli import main
 from k26jax.commands.serve import generation_defaults
+from k26jax.engine.engine import Engine
 from k26jax.errors import ConfigError
-from k26jax.server.run import PortError, bind, url_of
+from k26jax.server import logs
+from k26jax.server.run import PortError, bind, serve, url_of
+from k26jax.server.service import Service
+from k26jax.server.settings import ServerSettings
 
 PLAIN = ("--speculative-algorithm", "NONE")  # less to compile
 TARGET = REPOSITORY / "checkpoints" / "k26-tiny"
@@ -155,6 +163,37 @@ def test_142_a_process_starts_serves_and_drains_on_sigterm(small_pair):
     host, _, port = server.url.removeprefix("http://").partition(":")
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((host, int(port)), timeout=5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_exit_code_says_whether_the_engine_failed(fails, capsys):
+    runner = ScriptedRunner(2, lambda request: [[token] for token in ids_of("one two three")])
+    runner.error = ValueError("the device is on fire") if fails else None
+    before = signal.getsignal(signal.SIGTERM)
+    sock, found = bind("127.0.0.1", 0), []
+
+    def client():
+        with httpx.Client(base_url=url_of(sock), trust_env=False) as http:
+            while http.get("/ready").status_code != 200:
+                time.sleep(0.02)
+            answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+            found.append((answer.status_code, http.get("/health").status_code))
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    logs.set_up("text", "info")
+    thread = threading.Thread(target=client)
+    thread.start()
+    service = Service(ServerSettings(served_names=("tiny",)))
+    llm = LLM.from_engine(Engine(prepared(2, 512), runner))
+    code = serve(service, sock, lambda: llm, grace=5)
+    thread.join(10)
+    assert found == [(500, 503) if fails else (200, 200)]
+    assert code == int(fails)
+    said = capsys.readouterr().err
+    assert ("the device is on fire" in said) == fails
+    assert "stopped" in said
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.slow
