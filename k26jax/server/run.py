@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import signal
 import socket
 import threading
@@ -107,6 +108,7 @@ class Signals:
         self._is_ready = False
         self._count = 0
         self._before: dict[int, object] = {}
+        self._read, self._write = socket.socketpair()
 
     def __enter__(self) -> Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -116,9 +118,12 @@ class Signals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        self._read.close()
+        self._write.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
+        self._write.send(b"!")  # wakes `wait`; an event's lock could be held here
         if not self._is_ready or self._count > 1:
             raise KeyboardInterrupt
 
@@ -126,7 +131,7 @@ class Signals:
         """Waits for a signal, or until `tick`, called a few times a second, says no."""
         self._is_ready = True
         while not self._count and tick():
-            time.sleep(0.2)
+            select.select([self._read], [], [], 0.2)
 
 
 def serve(service: Service, sock: socket.socket, load: Callable[[], LLM], *, grace: float) -> int:

@@ -133,7 +133,8 @@ def test_142_a_process_starts_serves_and_drains_on_sigterm(small_pair):
     server = Process([*small_pair.flags, *PLAIN, "--api-key", secret, "--log-format", "json"])
     try:
         headers = {"authorization": f"Bearer {secret}"}
-        body = {"prompt": small_pair.letters[:5], "max_tokens": 50, "stream": True,
+        # Eight rounds of two slots: long after the signal.
+        body = {"prompt": small_pair.letters[:5], "max_tokens": 50, "stream": True, "n": 16,
                 "temperature": 0, "ignore_eos": True}  # fmt: skip
         with httpx.Client(base_url=server.url, headers=headers, trust_env=False) as http:
             assert http.get("/health").status_code == 200
@@ -143,8 +144,8 @@ def test_142_a_process_starts_serves_and_drains_on_sigterm(small_pair):
                 server.process.send_signal(signal.SIGTERM)
                 rest = [line for line in lines if line.startswith("data: ")]
         assert rest[-1] == "data: [DONE]"
-        last = json.loads(rest[-2].removeprefix("data: "))
-        assert last["choices"][0]["finish_reason"] == "length"
+        ends = [json.loads(line.removeprefix("data: "))["choices"][0] for line in rest[:-1]]
+        assert [end["finish_reason"] for end in ends if end["finish_reason"]] == ["length"] * 16
         assert json.loads(first.removeprefix("data: "))["choices"][0]["finish_reason"] is None
         code, said = server.end()
     finally:
