@@ -36,6 +36,24 @@ class RequestError(K26Error):
     exit_code = 2
 
 
+class ContextLengthError(RequestError):
+    """A prompt, or a prompt and the tokens asked for, do not fit in the context."""
+
+
+class QueueFullError(RequestError):
+    """As many requests wait for a slot as may wait; try again later."""
+
+
+class NotServingError(K26Error):
+    """The engine takes no requests now: it starts, drains, has ended or has failed."""
+
+    exit_code = 1
+
+
+class EngineFailedError(NotServingError):
+    """The engine's loop ended with an error; what ran and waited ended with it."""
+
+
 class CapacityError(K26Error):
     """The model, its cache, a request or a folder does not fit in the memory, context or disk."""
 

@@ -93,15 +93,25 @@ class LLM(Chatting):
         llm._start(prepared, on_load, on_compile)
         return llm
 
+    @classmethod
+    def from_engine(cls, engine: Engine) -> LLM:
+        """Returns the LLM of an engine whose programs are compiled, or will be as they are used."""
+        llm = cls.__new__(cls)
+        llm._use(engine)
+        return llm
+
     def _start(
         self,
         prepared: Prepared,
         on_load: Progress | None,
         on_compile: Callable[[str], None] | None,
     ) -> None:
-        self.config = prepared.config
-        self._engine: Engine | None = Engine(load(prepared, on_load))
-        self._engine.runner.warm_up(on_compile)
+        self._use(Engine(load(prepared, on_load)))
+        self.engine.runner.warm_up(on_compile)
+
+    def _use(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+        self.config = engine.loaded.config
         self._requests_made = 0
 
     @property
@@ -225,10 +235,17 @@ class LLM(Chatting):
         """
         if checked_params(params).n != 1:
             raise RequestError(f"n = {params.n}, expected 1: a request is one sequence")
-        requests, error = self._make_requests(prompt, params)
+        return self.requests(prompt, params)[0]
+
+    def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """Returns the checked requests of a prompt, one for each of its `n` sequences.
+
+        Raises: RequestError or TokenizerError if the prompt cannot be run.
+        """
+        requests, error = self._make_requests(prompt, checked_params(params))
         if error is not None:
             raise error
-        return requests[0]
+        return requests
 
     def without_drafter(self, on_compile: Callable[[str], None] | None = None) -> LLM:
         """Returns an LLM that decodes plainly with the weights of this one.
@@ -242,10 +259,8 @@ class LLM(Chatting):
                 "without a drafter instead"
             )
         plain = copy.copy(self)
-        plain._engine = Engine(without_drafter(self.engine.loaded))
-        plain.config = plain._engine.loaded.config
-        plain._engine.runner.warm_up(on_compile)
-        plain._requests_made = 0
+        plain._use(Engine(without_drafter(self.engine.loaded)))
+        plain.engine.runner.warm_up(on_compile)
         return plain
 
     def shutdown(self) -> None:

@@ -64,6 +64,16 @@ class LeadingRunner(JoinedRunner):
         with self._told("prefill", slot=slot, request=dataclasses.asdict(request)):
             return super().prefill(slot, request)
 
+    def begin(self, slot: int, request: Request) -> None:
+        """See `Runner`."""
+        with self._told("begin", slot=slot, request=dataclasses.asdict(request)):
+            super().begin(slot, request)
+
+    def prefill_next(self, slot: int) -> int | None:
+        """See `Runner`."""
+        with self._told("prefill_next", slot=slot):
+            return super().prefill_next(slot)
+
     def run(self, limit: int, *, record_trees: bool = False) -> Steps:
         """See `Runner`."""
         with self._told("run", limit=limit, record_trees=record_trees):
@@ -116,17 +126,27 @@ def follow(runner: Runner, cluster: Cluster) -> None:
 
 
 def _prefill(runner: Runner, slot: int, request: dict[str, Any]) -> None:
+    runner.prefill(slot, _request(request))
+
+
+def _begin(runner: Runner, slot: int, request: dict[str, Any]) -> None:
+    runner.begin(slot, _request(request))
+
+
+def _request(request: dict[str, Any]) -> Request:
     settings = request | {
         "params": SamplingParams(**request["params"]),
         "prompt_token_ids": tuple(request["prompt_token_ids"]),
         "stop_ids": tuple(request["stop_ids"]),
     }
-    runner.prefill(slot, Request(**settings))
+    return Request(**settings)
 
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "warm_up_traces": Runner.warm_up_traces,
     "prefill": _prefill,
+    "begin": _begin,
+    "prefill_next": Runner.prefill_next,
     "run": Runner.run,
     "release": Runner.release,
     "logits": Runner.logits,

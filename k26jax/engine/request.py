@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any, TypeGuard, TypeVar
 
 from k26jax.config import MAX_STOP_IDS
-from k26jax.errors import RequestError, nearest
+from k26jax.errors import ContextLengthError, RequestError, nearest
 from k26jax.text.stop import check_stop
 
 T = TypeVar("T", bound=type)
@@ -179,7 +179,8 @@ def make_request(
 ) -> Request:
     """Returns a checked request.
 
-    Raises: RequestError for an empty or too long prompt, or ids outside the vocabulary.
+    Raises: RequestError for an empty prompt or ids outside the vocabulary, ContextLengthError for
+      a prompt that leaves no room.
     """
     ids = tuple(int(token) for token in prompt_token_ids)
     if not ids:
@@ -192,7 +193,7 @@ def make_request(
             )
     room = context_length - len(ids)
     if room < 1:
-        raise RequestError(
+        raise ContextLengthError(
             f"the prompt has {len(ids)} tokens and the context {context_length}; no room is left "
             "to generate; shorten the prompt or raise context_length"
         )

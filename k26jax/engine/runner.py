@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +50,7 @@ class Runner:
         self._shapes = loaded.state_shapes()
         self._make_state = self._state_maker()
         self._state: SpecState | None = None
+        self._prompts: dict[int, Iterator[Chunk]] = {}
         self._is_closed = False
 
     @property
@@ -77,14 +78,27 @@ class Runner:
 
     def prefill(self, slot: int, request: Request) -> int:
         """Returns the first token of a request, whose prompt is now in `slot`."""
-        first_token = None
-        for chunk in self._chunks(slot, request.prompt_token_ids, request):
-            size = chunk.token_ids.shape[0]
-            self._state, out = self._program(f"prefill_{size}")(
-                self._loaded.params, chunk, self._state
-            )
-            first_token = out.first_token
-        return int(np.asarray(first_token))
+        self.begin(slot, request)
+        while (first_token := self.prefill_next(slot)) is None:
+            pass
+        return first_token
+
+    def begin(self, slot: int, request: Request) -> None:
+        """Notes the prompt that `prefill_next` puts into a slot; until its end the slot is idle."""
+        self._prompts[slot] = self._chunks(slot, request.prompt_token_ids, request)
+
+    def prefill_next(self, slot: int) -> int | None:
+        """Puts the next chunk of a slot's prompt there; returns the first token after the last.
+
+        Steps of other slots may run in between: an idle slot's rows stay as they are.
+        """
+        chunk = next(self._prompts[slot])
+        size = chunk.token_ids.shape[0]
+        self._state, out = self._program(f"prefill_{size}")(self._loaded.params, chunk, self._state)
+        if not chunk.is_last:
+            return None
+        del self._prompts[slot]
+        return int(np.asarray(out.first_token))
 
     def run(self, limit: int, *, record_trees: bool = False) -> Steps:
         """Returns what up to `limit` steps emitted, on the host; one dispatch."""
@@ -94,6 +108,7 @@ class Runner:
 
     def release(self, slot: int) -> None:
         """Makes a slot idle; after `close` there is none."""
+        self._prompts.pop(slot, None)
         if not self._is_closed:
             self.restore()
             self._state = self._program("release")(self._state, np.int32(slot))
@@ -110,6 +125,7 @@ class Runner:
 
     def reset(self) -> None:
         """Makes a state of idle slots in place of the one there is."""
+        self._prompts.clear()
         self._state = self._make_state()
 
     @property
@@ -219,7 +235,9 @@ class Runner:
 
         return program
 
-    def _chunks(self, slot: int, token_ids: Sequence[int], request: Request | None):
+    def _chunks(
+        self, slot: int, token_ids: Sequence[int], request: Request | None
+    ) -> Iterator[Chunk]:
         """Yields the prompt's chunks: large ones, and a small one for a short rest."""
         small, large = self.chunk_sizes[0], self.chunk_sizes[-1]
         start = 0

@@ -1,0 +1,250 @@
+"""Stage 10, serve: the routes of the server, each a few lines on top of its service."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import fastapi
+from pydantic import BaseModel, ConfigDict
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from k26jax import __version__
+from k26jax.errors import K26Error
+from k26jax.server.answering import (
+    Planned,
+    chat_prompt,
+    decode,
+    plan_chat,
+    plan_completion,
+    shown_tokens,
+)
+from k26jax.server.errors import api_error, invalid
+from k26jax.server.fields import CHAT, COMPLETION, HONOURED, IGNORED, REFUSED
+from k26jax.server.metrics import CONTENT_TYPE
+from k26jax.server.middleware import Door, read_body
+from k26jax.server.protocol import (
+    Asked,
+    ChatBody,
+    CompletionBody,
+    parse_json,
+    read_asked,
+    read_model,
+)
+from k26jax.server.reply import Reply
+from k26jax.server.service import Service
+
+_KINDS: dict[str, tuple[str, type[Asked], Callable[..., Planned]]] = {
+    CHAT: ("chat.completion", ChatBody, plan_chat),
+    COMPLETION: ("text_completion", CompletionBody, plan_completion),
+}
+
+
+class AbortBody(BaseModel):
+    """Body of POST /abort_request."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class TokenizeBody(BaseModel):
+    """Body of POST /tokenize: text, or what a chat's prompt is made of."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: Any = None
+
+
+class DetokenizeBody(BaseModel):
+    """Body of POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    model: str | None = None
+    tokens: list[int]
+
+
+class Routes:
+    """The handlers of one service."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        # One thread, so that long prompts keep their order and the event loop does not wait.
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="k26jax-prompts")
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._answer(CHAT, request)
+
+    async def completion(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._answer(COMPLETION, request)
+
+    async def _answer(self, kind: str, request: Request) -> Response:
+        name, _, plan = _KINDS[kind]
+        service, settings = self._service, self._service.settings
+        data = await self._json(request)
+        body, unknown = read_asked(kind, data, refuses_unknown=settings.refuses_unknown)
+        model, llm = service.check_model(body.model), service.llm
+        loop = asyncio.get_running_loop()
+        planned = await loop.run_in_executor(self._planner, plan, llm, body, settings)
+        reply = Reply(
+            service,
+            body,
+            model,
+            name,
+            planned.requests,
+            planned.choices,
+            planned.prompts,
+            request.state.request_id,
+            {"x-k26jax-ignored": _header(unknown)} if unknown else {},
+        )
+        return await reply.send(request)
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        names = self._service.settings.served_names
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{name}."""
+        return JSONResponse(self._model(self._service.check_model(request.path_params["name"])))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._service.created,
+            "owned_by": "k26jax",
+            "max_model_len": self._service.llm.engine.loaded.context_length,
+        }
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: whether the engine's loop lives."""
+        is_healthy, what = self._service.is_healthy()
+        return JSONResponse({"status": what}, 200 if is_healthy else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: whether requests are taken, and how far the start is."""
+        service = self._service
+        is_ready = service.is_ready()
+        stage = service.stage if service.is_healthy()[0] else "failed"
+        body = {"ready": is_ready, "stage": stage, "percent": round(service.percent, 1)}
+        return JSONResponse(
+            body, 200 if is_ready else 503, {} if is_ready else {"retry-after": "1"}
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        return Response(self._service.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def version(self, request: Request) -> Response:
+        """GET /version."""
+        return JSONResponse({"version": __version__})
+
+    async def server_info(self, request: Request) -> Response:
+        """GET /server_info."""
+        fields = {
+            kind: {
+                "honoured": list(HONOURED[kind]),
+                "ignored": list(IGNORED),
+                "refused": list(REFUSED[kind]),
+            }
+            for kind in _KINDS
+        }
+        return JSONResponse(self._service.info() | {"fields": fields})
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        body = read_model(TokenizeBody, await self._json(request))
+        self._service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("send one of prompt and messages", param="prompt")
+        llm = self._service.llm
+        try:
+            if body.prompt is not None:
+                return JSONResponse(shown_tokens(llm, llm.encode(body.prompt)))
+            chat = ChatBody(
+                messages=body.messages,
+                tools=body.tools,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+            return JSONResponse(shown_tokens(llm, chat_prompt(llm, chat).token_ids))
+        except K26Error as error:
+            raise api_error(error, TokenizeBody.model_fields) from error
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        body = read_model(DetokenizeBody, await self._json(request))
+        self._service.check_model(body.model)
+        return JSONResponse({"prompt": decode(self._service.llm, body.tokens)})
+
+    async def abort(self, request: Request) -> Response:
+        """POST /abort_request."""
+        body = read_model(AbortBody, await self._json(request))
+        if (body.rid is None) != body.abort_all:
+            raise invalid("send rid, the id of an answer or its x-request-id, or abort_all: true")
+        return JSONResponse({"aborted": self._service.abort(body.rid)})
+
+    async def _json(self, request: Request) -> dict[str, Any]:
+        return parse_json(await read_body(request, self._service.settings.max_body_bytes))
+
+
+def create_app(service: Service) -> Door:
+    """Returns the application of a service."""
+    # The pages of FastAPI's documentation are fetched from another host.
+    app = fastapi.FastAPI(
+        title="k26jax", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    routes = Routes(service)
+    schemas = {
+        routes.chat: ChatBody,
+        routes.completion: CompletionBody,
+        routes.tokenize: TokenizeBody,
+        routes.detokenize: DetokenizeBody,
+        routes.abort: AbortBody,
+    }
+    for path, method, handler in (
+        ("/v1/chat/completions", "POST", routes.chat),
+        ("/v1/completions", "POST", routes.completion),
+        ("/v1/models", "GET", routes.models),
+        ("/v1/models/{name:path}", "GET", routes.model),
+        ("/health", "GET", routes.health),
+        ("/ready", "GET", routes.ready),
+        ("/metrics", "GET", routes.metrics),
+        ("/version", "GET", routes.version),
+        ("/server_info", "GET", routes.server_info),
+        ("/tokenize", "POST", routes.tokenize),
+        ("/detokenize", "POST", routes.detokenize),
+        ("/abort_request", "POST", routes.abort),
+    ):
+        schema = schemas.get(handler)
+        extra = None if schema is None else _body_schema(schema)
+        app.add_api_route(
+            path, handler, methods=[method], response_class=JSONResponse, openapi_extra=extra
+        )
+    # What these raise goes up to the door, where every error is answered.
+    for kind in (HTTPException, Exception):
+        app.add_exception_handler(kind, _raise)
+    return Door(app, service)
+
+
+def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    schema = model.model_json_schema()
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
+
+
+async def _raise(request: Request, error: Exception) -> Response:
+    raise error
+
+
+def _header(names: list[str]) -> str:
+    return ",".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name) for name in names)[:1000]

@@ -1,0 +1,180 @@
+"""One sequence of an answer as an OpenAI choice, whole or in pieces; no HTTP here."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from k26jax.engine.output import RequestMetrics, StreamChunk
+from k26jax.engine.scheduler import ERROR, Ended
+from k26jax.errors import EngineFailedError
+from k26jax.text.answer import ChatAnswer
+from k26jax.text.events import Finish, Usage, delta_of
+
+
+class Choice(abc.ABC):
+    """A sequence that is read as it comes.
+
+    Attributes:
+        index: its number among the choices.
+        metrics: of the whole sequence, once it ended by itself.
+    """
+
+    def __init__(self, index: int):
+        self.index = index
+        self.metrics: RequestMetrics | None = None
+        self._finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+
+    @abc.abstractmethod
+    def opening(self) -> list[dict[str, Any]]:
+        """Returns the pieces with which a stream begins."""
+
+    @abc.abstractmethod
+    def record(self) -> dict[str, Any]:
+        """Returns the whole choice."""
+
+    @abc.abstractmethod
+    def usage(self) -> Usage:
+        """Returns the tokens so far."""
+
+    @abc.abstractmethod
+    def _read(self, item: StreamChunk | Ended) -> list[dict[str, Any]]:
+        """Returns the pieces of an item, but for the one that ends a stream."""
+
+    @abc.abstractmethod
+    def _last(self) -> dict[str, Any]:
+        """Returns what the piece has that ends a stream, besides the reason."""
+
+    def take(self, item: StreamChunk | Ended) -> list[dict[str, Any]]:
+        """Returns the pieces that an item adds; the last of all has the reason of the end.
+
+        Raises: EngineFailedError if the item is an error.
+        """
+        if isinstance(item, Ended) and item.reason == ERROR:
+            raise EngineFailedError("the engine failed on this request; see the server's log")
+        if isinstance(item, StreamChunk) and item.output is not None:
+            self.metrics = item.output.metrics
+        if self._finish_reason is not None:
+            return []
+        pieces = self._read(item)
+        if self._finish_reason is not None:
+            pieces.append({"index": self.index, **self._last(), **self._end()})
+        return pieces
+
+    def _end(self) -> dict[str, Any]:
+        return {
+            "logprobs": None,
+            "finish_reason": self._finish_reason,
+            "matched_stop": self._stop_reason,
+        }
+
+
+class ChatChoice(Choice):
+    """A message of the assistant."""
+
+    def __init__(self, index: int, answer: ChatAnswer):
+        super().__init__(index)
+        self._answer = answer
+
+    def opening(self) -> list[dict[str, Any]]:
+        """See `Choice`."""
+        return [self._piece({"role": "assistant", "content": ""})]
+
+    def record(self) -> dict[str, Any]:
+        """See `Choice`."""
+        return {"index": self.index, "message": self._answer.message.record(), **self._end()}
+
+    def usage(self) -> Usage:
+        """See `Choice`."""
+        return self._answer.usage()
+
+    def _read(self, item: StreamChunk | Ended) -> list[dict[str, Any]]:
+        if isinstance(item, Ended):
+            events = self._answer.end(item.reason)
+        else:
+            events = self._answer.push(item.token_ids)
+            if item.finish_reason is not None:
+                events += self._answer.end(item.finish_reason)
+        for event in events:
+            if isinstance(event, Finish):
+                self._finish_reason, self._stop_reason = event.reason, event.stop_reason
+        deltas = [delta for event in events if (delta := delta_of(event)) is not None]
+        return [self._piece(delta) for delta in deltas]
+
+    def _piece(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _last(self) -> dict[str, Any]:
+        return {"delta": {}}
+
+
+class TextChoice(Choice):
+    """A text that goes on from a prompt.
+
+    Args:
+        echo: text to begin with.
+    """
+
+    def __init__(self, index: int, prompt_tokens: int, echo: str = ""):
+        super().__init__(index)
+        self._prompt_tokens, self._echo = prompt_tokens, echo
+        self._texts = [echo]
+        self._tokens = 0
+
+    def opening(self) -> list[dict[str, Any]]:
+        """See `Choice`."""
+        return [self._piece(self._echo)] if self._echo else []
+
+    def record(self) -> dict[str, Any]:
+        """See `Choice`."""
+        return {"index": self.index, "text": "".join(self._texts), **self._end()}
+
+    def usage(self) -> Usage:
+        """See `Choice`."""
+        return Usage(self._prompt_tokens, self._tokens, 0)
+
+    def _read(self, item: StreamChunk | Ended) -> list[dict[str, Any]]:
+        if isinstance(item, Ended):
+            self._finish_reason = item.reason
+            return []
+        self._tokens += len(item.token_ids)
+        self._texts.append(item.text)
+        self._finish_reason = item.finish_reason
+        if item.output is not None:
+            self._stop_reason = item.output.stop_reason
+        return [self._piece(item.text)] if item.text else []
+
+    def _piece(self, text: str) -> dict[str, Any]:
+        return {"index": self.index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def _last(self) -> dict[str, Any]:
+        return {"text": ""}
+
+
+def total_usage(choices: list[Choice], prompts: int) -> dict[str, Any]:
+    """Returns the usage object of an answer.
+
+    Args:
+        choices: the same number for each prompt, prompt by prompt; a prompt counts once.
+    """
+    usages = [choice.usage() for choice in choices]
+    each = len(choices) // prompts
+    firsts = usages[::each]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in firsts),
+    ).record()
+
+
+def speculation(choices: list[Choice]) -> dict[str, Any]:
+    """Returns what speculative decoding did for an answer, as far as its sequences ended."""
+    metrics = [choice.metrics for choice in choices if choice.metrics is not None]
+    forwards = sum(found.target_forwards for found in metrics)
+    tokens = sum(found.generated_tokens - 1 for found in metrics)
+    return {
+        "target_forwards": forwards,
+        "accept_length": round(tokens / forwards, 3) if forwards else 0.0,
+    }

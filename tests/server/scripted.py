@@ -1,0 +1,185 @@
+"""A runner that replays token lists in given accepted runs, and a real server on top of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+from fixtures.paths import REPOSITORY
+
+from k26jax.config import EngineConfig
+from k26jax.engine.engine import Engine
+from k26jax.engine.loading import Prepared, prepare
+from k26jax.engine.request import Request
+from k26jax.llm import LLM
+from k26jax.server.run import WebThread, bind, url_of
+from k26jax.server.service import Service
+from k26jax.server.settings import ServerSettings
+
+TARGET = REPOSITORY / "checkpoints" / "k26-tiny"
+NAME = "tiny"
+Script = Callable[[Request], Sequence[Sequence[int]]]
+
+
+class ScriptedRunner:
+    """Gives each request the runs that a script has for it, then its first stop id for ever.
+
+    Attributes:
+        gate: every device call waits for it.
+        pace: seconds that a step takes.
+        calls: the names of the calls, with their slots.
+        error: raised by the next step, if set.
+    """
+
+    def __init__(self, slots: int, script: Script):
+        self.slots, self.script = slots, script
+        self.gate = threading.Event()
+        self.gate.set()
+        self.calls: list[tuple[str, int]] = []
+        self.pace = 0.0
+        self.error: Exception | None = None
+        self._left: dict[int, deque[list[int]]] = {}
+        self._stops: dict[int, int] = {}
+        self._prompts: dict[int, deque[int | None]] = {}
+
+    def restore(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def begin(self, slot: int, request: Request) -> None:
+        assert slot not in self._left, f"slot {slot} is in use"
+        runs = [list(run) for run in self.script(request) if len(run)]
+        first, rest = runs[0][0], [runs[0][1:], *runs[1:]]
+        self._left[slot] = deque(run for run in rest if run)
+        self._stops[slot] = request.stop_ids[0] if request.stop_ids else first
+        size = prepared(2, 512).config.chunked_prefill_size
+        chunks = -(-len(request.prompt_token_ids) // size)
+        self._prompts[slot] = deque([*[None] * (chunks - 1), first])
+
+    def prefill_next(self, slot: int) -> int | None:
+        self.calls.append(("prefill", slot))
+        assert self.gate.wait(30)
+        first = self._prompts[slot].popleft()
+        if first is not None:
+            del self._prompts[slot]
+        return first
+
+    def run(self, limit: int, *, record_trees: bool = False) -> Any:
+        self.calls.append(("run", limit))
+        assert self.gate.wait(30)
+        if self.error is not None:
+            raise self.error
+        time.sleep(self.pace * limit)
+        steps = [self._step() for _ in range(limit)]
+        width = max(len(run) for step in steps for run in step.values())
+        tokens = np.zeros((limit, self.slots, width), np.int32)
+        counts = np.zeros((limit, self.slots), np.int32)
+        for number, step in enumerate(steps):
+            for slot, run in step.items():
+                tokens[number, slot, : len(run)], counts[number, slot] = run, len(run)
+        return SimpleNamespace(
+            n_run=limit, tokens=tokens, emitted_len=counts, accepted_len=counts, trees=None
+        )
+
+    def release(self, slot: int) -> None:
+        self.calls.append(("release", slot))
+        del self._left[slot]
+        self._prompts.pop(slot, None)
+
+    @property
+    def busy(self) -> list[int]:
+        return list(self._left)
+
+    def _step(self) -> dict[int, list[int]]:
+        return {
+            slot: left.popleft() if left else [self._stops[slot]]
+            for slot, left in self._left.items()
+            if slot not in self._prompts
+        }
+
+
+@functools.cache
+def prepared(slots: int, context: int) -> Prepared:
+    return prepare(
+        EngineConfig(
+            model_path=str(TARGET), max_running_requests=slots, context_length=context, tp_size=1
+        )
+    )
+
+
+class Server:
+    """A running server, and a client of it."""
+
+    def __init__(self, service: Service, llm: LLM, url: str):
+        self.service, self.llm, self.url = service, llm, url
+        self.http = httpx.Client(base_url=url, timeout=30, trust_env=False)
+
+    @property
+    def runner(self) -> Any:
+        return self.llm.engine.runner
+
+    def chat(self, **body: Any) -> httpx.Response:
+        messages = {"messages": [{"role": "user", "content": "hi"}]}
+        return self.http.post("/v1/chat/completions", json=messages | body)
+
+    def complete(self, **body: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": "import"} | body)
+
+    def wait_idle(self) -> None:
+        assert self.service.scheduler.wait_idle(10)
+
+
+@contextlib.contextmanager
+def served(llm: LLM, **settings: Any) -> Iterator[Server]:
+    """A real server of an LLM on a free port."""
+    service = Service(ServerSettings(**({"served_names": (NAME,)} | settings)))
+    sock = bind("127.0.0.1", 0)
+    web = WebThread(service, sock)
+    web.start()
+    try:
+        service.open(llm)
+        server = Server(service, llm, url_of(sock))
+        with server.http:
+            yield server
+    finally:
+        service.drain(0)
+        web.stop()
+
+
+@contextlib.contextmanager
+def scripted(
+    script: Script, *, slots: int = 2, context: int = 512, **settings: Any
+) -> Iterator[Server]:
+    """A real server of a scripted runner with the trained model's tokenizer."""
+    runner: Any = ScriptedRunner(slots, script)
+    loaded: Any = prepared(slots, context)
+    with served(LLM.from_engine(Engine(loaded, runner)), **settings) as server:
+        yield server
+        runner.gate.set()
+
+
+def ids_of(text: str) -> list[int]:
+    """The ids of an answer in which control tokens are written out."""
+    tokenizer = prepared(2, 512).tokenizer
+    assert tokenizer is not None
+    return tokenizer.encode(text, allow_special=True)
+
+
+def events_of(raw: bytes) -> list[str]:
+    """The data of a stream's events; fails unless every byte is where the rules want it."""
+    text = raw.decode("utf-8")
+    assert text.endswith("data: [DONE]\n\n")
+    blocks = [block for block in text.split("\n\n")[:-1] if not block.startswith(":")]
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    assert text.count("[DONE]") == 1
+    return [block.removeprefix("data: ") for block in blocks[:-1]]

@@ -1,0 +1,223 @@
+"""The official client, unchanged, against a real server of the trained pair."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from fixtures.paths import REPOSITORY
+from scripted import NAME, served
+
+from k26jax import LLM, SamplingParams
+
+CHECKPOINTS = REPOSITORY / "checkpoints"
+PROMPTS = ["import os\n" * 20, "class Node:\n", "def main():\n", "for i in range(10):\n    x"]
+GREEDY = {"temperature": 0, "max_tokens": 24}
+MESSAGES = [{"role": "user", "content": "Write a sort."}]
+TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    # One size of prefill chunks: a program less to compile.
+    with LLM(
+        str(CHECKPOINTS / "k26-tiny"),
+        speculative_draft_model_path=str(CHECKPOINTS / "k26-tiny-dflash"),
+        speculative_ddtree_budget=16,
+        max_running_requests=2,
+        chunked_prefill_size=32,
+        context_length=512,
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(llm) -> dict:
+    """What `LLM.generate` gives, before the server has the slots: by prompt, greedy and seeded."""
+    greedy = SamplingParams(**GREEDY)
+    seeded = SamplingParams(temperature=0.8, max_tokens=24, seed=7)
+    return {
+        name: [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
+        for name, params in (("greedy", greedy), ("seeded", seeded))
+    }
+
+
+@pytest.fixture(scope="module")
+def server(llm, alone):
+    with served(llm, api_keys=("key",)) as server:
+        yield server
+        server.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="key", max_retries=0) as client:
+        yield client
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+
+
+def test_completions_of_many_at_once_are_those_of_each_alone(client, alone):
+    """Greedy and seeded, streamed and not, more of them than slots."""
+
+    def ask(job):
+        place, kind, streams = job
+        more = GREEDY if kind == "greedy" else {"temperature": 0.8, "max_tokens": 24, "seed": 7}
+        found = client.completions.create(model=NAME, prompt=PROMPTS[place], stream=streams, **more)
+        if not streams:
+            return found.choices[0].text
+        return "".join(chunk.choices[0].text for chunk in found)
+
+    jobs = [
+        (place, kind, streams)
+        for streams in (True, False)
+        for kind in ("greedy", "seeded")
+        for place in range(len(PROMPTS))
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, jobs))
+    assert found == [alone[kind][place] for place, kind, _ in jobs]
+    assert len(set(alone["greedy"] + alone["seeded"])) == 8
+
+
+def test_117_seeds_and_n(client):
+    def texts(**more):
+        found = client.completions.create(
+            model=NAME, prompt=PROMPTS[1], temperature=1, max_tokens=6, **more
+        )
+        return [choice.text for choice in found.choices]
+
+    three = texts(seed=5, n=3)
+    assert three == texts(seed=5, n=3)
+    assert three[1:] == [texts(seed=6)[0], texts(seed=7)[0]]
+    assert len(set(three)) == 3
+    for seed in (0, -1):
+        assert texts(seed=seed) == texts(seed=seed)
+    assert len({texts()[0] for _ in range(4)}) > 1
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_chat(client, thinking):
+    more = {"extra_body": {"chat_template_kwargs": {"thinking": thinking}}}
+    whole = client.chat.completions.create(model=NAME, messages=MESSAGES, **GREEDY, **more)
+    message = whole.choices[0].message
+    assert bool(getattr(message, "reasoning_content", None)) == thinking
+    assert bool(message.content) == (not thinking)
+    assert whole.choices[0].finish_reason in ("stop", "length")
+    usage = whole.usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    stream = client.chat.completions.create(
+        model=NAME,
+        messages=MESSAGES,
+        stream=True,
+        stream_options={"include_usage": True},
+        **GREEDY,
+        **more,
+    )
+    chunks = list(stream)
+    assert chunks[-1].usage == usage
+    deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+    assert "".join(thoughts) == (getattr(message, "reasoning_content", None) or "")
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert len(chunks) > 4
+
+
+def test_the_client_s_own_reader_of_streams(client):
+    more = GREEDY | {"extra_body": {"chat_template_kwargs": {"thinking": False}}}
+    plain = client.chat.completions.create(model=NAME, messages=MESSAGES, **more)
+    text = plain.choices[0].message.content
+    stop = text[8:12]  # the reader raises for an answer that its limit cut off
+    with client.chat.completions.stream(
+        model=NAME, messages=MESSAGES, tools=[TOOL], stop=stop, **more
+    ) as stream:
+        types = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"chunk", "content.delta", "content.done"} <= types
+    assert final.choices[0].finish_reason == "stop"
+    assert stop not in final.choices[0].message.content
+
+
+def test_tools_and_stop(client, alone):
+    found = client.chat.completions.create(
+        model=NAME, messages=MESSAGES, tools=[TOOL], tool_choice="none", **GREEDY
+    )
+    assert found.choices[0].message.tool_calls is None
+    with pytest.raises(openai.BadRequestError, match="constrained decoding") as caught:
+        client.chat.completions.create(
+            model=NAME, messages=MESSAGES, tools=[TOOL], tool_choice="required", **GREEDY
+        )
+    assert (caught.value.param, caught.value.code) == ("tool_choice", "invalid_value")
+    text = alone["greedy"][0]
+    stop = text[10:14]
+    found = client.completions.create(model=NAME, prompt=PROMPTS[0], stop=[stop], **GREEDY)
+    assert found.choices[0].text == text[: text.index(stop)]
+    assert found.choices[0].finish_reason == "stop"
+
+
+def test_errors_are_the_client_s_own(server, client):
+    def ask(**more):
+        return client.completions.create(**({"model": NAME, "prompt": "a"} | more))
+
+    with pytest.raises(openai.NotFoundError, match="served: tiny"):
+        ask(model="gpt-4")
+    with pytest.raises(openai.BadRequestError, match="log-probabilities") as caught:
+        ask(logprobs=2)
+    assert caught.value.code == "unsupported_parameter"
+    with pytest.raises(openai.BadRequestError, match="600") as caught:
+        ask(max_tokens=600)
+    assert caught.value.code == "context_length_exceeded"
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        client.chat.completions.create(model=NAME, messages=MESSAGES, response_format=schema)
+    with (
+        openai.OpenAI(base_url=server.url + "/v1", api_key="no", max_retries=0) as other,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        other.models.list()
+
+
+def test_a_stream_that_is_left_frees_its_slot_and_changes_no_other(server, client, alone):
+    counts = server.service.scheduler.counts
+    aborted = counts.aborted
+    found: list[str] = []
+
+    def other():
+        answer = client.completions.create(model=NAME, prompt=PROMPTS[1], **GREEDY)
+        found.append(answer.choices[0].text)
+
+    thread = threading.Thread(target=other)
+    with client.completions.create(
+        model=NAME, prompt=PROMPTS[0], stream=True, max_tokens=400, temperature=0,
+        extra_body={"ignore_eos": True},
+    ) as stream:  # fmt: skip
+        next(iter(stream))
+        thread.start()
+    thread.join(30)
+    assert found == [alone["greedy"][1]]
+    server.wait_idle()
+    assert counts.aborted == aborted + 1
+    assert counts.submitted == counts.ended
+    # The slot's next request is not disturbed by what was there.
+    answers = client.completions.create(model=NAME, prompt=PROMPTS, **GREEDY)
+    assert [choice.text for choice in answers.choices] == alone["greedy"]
+
+
+def test_metrics_tell_of_trees(server):
+    text = server.http.get("/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    drafts = float(values['k26jax_spec_decode_num_drafts_total{model_name="tiny"}'])
+    drafted = float(values['k26jax_spec_decode_num_draft_tokens_total{model_name="tiny"}'])
+    accepted = float(values['k26jax_spec_decode_num_accepted_tokens_total{model_name="tiny"}'])
+    assert drafted == 16 * drafts
+    assert drafts < accepted < drafted
+    info = server.http.get("/server_info", headers={"authorization": "Bearer key"}).json()
+    lengths = {int(length): count for length, count in info["accept_lengths"].items()}
+    assert sum(lengths.values()) == drafts
+    assert sum((length - 1) * count for length, count in lengths.items()) == accepted
