@@ -71,9 +71,11 @@ class Drafter(nnx.Module):
     def context(
         self, features: Float[Array, "*rows features"], kernels: str = "reference"
     ) -> Float[Array, "*rows d"]:
-        """Returns the context states of target features, of which each rank projects some."""
-        rows = own_columns(flat(features.astype(self.dtype)), MODEL)
-        weights, inputs = self.fc[...][None], features.shape[-1]
+        """Returns the context states of target features, of which ranks may have parts each."""
+        rows, weights = flat(features.astype(self.dtype)), self.fc[...][None]
+        inputs = rows.shape[-1]
+        if weights.shape[-1] < inputs:
+            rows = own_columns(rows, MODEL)
         projected = summed_dense(rows, weights, layer=0, inputs=inputs, kernels=kernels)
         projected = projected.astype(self.dtype)
         normed = self._norm(projected, self.hidden_norm[...][None], 0, kernels)
