@@ -92,8 +92,13 @@ def _expected(number: int, get, *where) -> dict[int, list[int]]:
 
 def _logits(programs: MeshPrograms, params) -> np.ndarray:
     """The target's logits after each token of a prompt that has several chunks' worth of ids."""
+    _, out = programs.prefill(params, _chunk(programs), programs.empty_state())
+    return np.asarray(out.logits)
+
+
+def _chunk(programs: MeshPrograms) -> Chunk:
     ids = np.random.default_rng(5).integers(0, programs.model.vocab_size, CHUNK)
-    chunk = Chunk(
+    return Chunk(
         token_ids=ids.astype(np.int32),
         count=np.int32(CHUNK),
         start=np.int32(0),
@@ -102,8 +107,6 @@ def _logits(programs: MeshPrograms, params) -> np.ndarray:
         max_tokens=np.int32(4),
         sampling=ASKS[0].sampling(),
     )
-    _, out = programs.prefill(params, chunk, programs.empty_state())
-    return np.asarray(out.logits)
 
 
 def _check(mesh, which, get, *where):
@@ -124,6 +127,16 @@ def _check(mesh, which, get, *where):
 def test_tokens_and_logits_on_a_mesh(mesh):
     """Trees, on eight devices in a row and on both axes at once; the rest is in the slow tests."""
     _check(mesh, [2], _random_pair)
+
+
+def test_a_drafter_that_no_rank_shares_fits_into_the_programs(golden_dir):
+    """Its heads do not divide by four: every rank holds it whole. Traced; slow tests run it."""
+    programs, params = _golden_pair(golden_dir / "models" / "k2-like", golden_dir / "drafter")
+    on_mesh = MeshPrograms(programs, (1, 4))
+    whole = on_mesh.placement.specs["drafter"].values()
+    assert not any(any(spec) for spec in whole)
+    _, out = jax.eval_shape(on_mesh.prefill, params, _chunk(on_mesh), on_mesh.empty_state())
+    assert out.logits.shape == (CHUNK, programs.model.vocab_size)
 
 
 @pytest.mark.slow
