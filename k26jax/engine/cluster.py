@@ -59,11 +59,6 @@ class LeadingRunner(JoinedRunner):
         with self._told("warm_up_traces"):
             super().warm_up_traces()
 
-    def prefill(self, slot: int, request: Request) -> int:
-        """See `Runner`."""
-        with self._told("prefill", slot=slot, request=dataclasses.asdict(request)):
-            return super().prefill(slot, request)
-
     def begin(self, slot: int, request: Request) -> None:
         """See `Runner`."""
         with self._told("begin", slot=slot, request=dataclasses.asdict(request)):
@@ -125,26 +120,17 @@ def follow(runner: Runner, cluster: Cluster) -> None:
             _CALLS[name](runner, **arguments)
 
 
-def _prefill(runner: Runner, slot: int, request: dict[str, Any]) -> None:
-    runner.prefill(slot, _request(request))
-
-
 def _begin(runner: Runner, slot: int, request: dict[str, Any]) -> None:
-    runner.begin(slot, _request(request))
-
-
-def _request(request: dict[str, Any]) -> Request:
     settings = request | {
         "params": SamplingParams(**request["params"]),
         "prompt_token_ids": tuple(request["prompt_token_ids"]),
         "stop_ids": tuple(request["stop_ids"]),
     }
-    return Request(**settings)
+    runner.begin(slot, Request(**settings))
 
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "warm_up_traces": Runner.warm_up_traces,
-    "prefill": _prefill,
     "begin": _begin,
     "prefill_next": Runner.prefill_next,
     "run": Runner.run,

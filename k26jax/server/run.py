@@ -25,7 +25,7 @@ _CLOSE_SECONDS = 5.0
 def bind(host: str, port: int) -> socket.socket:
     """Returns a socket that listens; port 0 takes any that is free.
 
-    Raises: RequestError if the address cannot be had.
+    Raises: PortError if the address cannot be had.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
