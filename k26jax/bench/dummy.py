@@ -13,7 +13,7 @@ from jax import lax
 
 from k26jax.config import Algorithm, DraftConfig, EngineConfig, ModelConfig
 from k26jax.engine.loading import Loaded
-from k26jax.engine.placement import place
+from k26jax.engine.placement import Placement, place
 from k26jax.model.drafter import Drafter
 from k26jax.model.parameters import Params, abstract, arrays, nest
 from k26jax.model.target import Target, arrangement
@@ -59,13 +59,25 @@ def dummy_engine(
         params["target"] = jax.jit(arrange)(published) if is_canonical else make("target")
     else:
         params["target"] = make("target")
+    return without_folder(config, models, plan, dtype, placement, params)
+
+
+def without_folder(
+    config: EngineConfig,
+    models: Models,
+    plan: Plan,
+    dtype: Any,
+    placement: Placement | None,
+    params: dict[str, Params],
+) -> Loaded:
+    """Returns an engine's parts that no folder gave: without a tokenizer or ids that end a text."""
     return Loaded(
         config=config,
         models=models,
         plan=plan,
         tokenizer=None,
         eos_ids=(),
-        context_length=config.context_length or model.max_position_embeddings,
+        context_length=config.context_length or models.target.config.max_position_embeddings,
         dtype=jnp.dtype(dtype),
         placement=placement,
         params=params,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
 
-from k26jax.bench.dummy import leaves_of, made_up, noise
+from k26jax.bench.dummy import leaves_of, made_up, noise, without_folder
 from k26jax.config import DraftConfig, EngineConfig, ModelConfig
 from k26jax.engine.loading import Loaded
 from k26jax.engine.memory import tree_bytes
@@ -110,7 +110,7 @@ class OneRank(Placement):
 def rank_engine(
     config: EngineConfig, model: ModelConfig, draft: DraftConfig | None, plan: Plan
 ) -> Loaded:
-    """Returns what one of the ranks of `config` holds, in bfloat16, with made-up weights.
+    """Returns what one of the ranks of `config` holds, with made-up weights.
 
     The drafter's mask token is one that this rank has the row of.
 
@@ -133,16 +133,6 @@ def rank_engine(
         placement, arrange = placement.arrange(target, arrange)
         shapes["target"] = jax.eval_shape(arrange, shapes["target"])
         models = Models(target, drafter)
-    loaded = Loaded(
-        config=config,
-        models=models,
-        plan=plan,
-        tokenizer=None,
-        eos_ids=(),
-        context_length=config.context_length or model.max_position_embeddings,
-        dtype=dtype,
-        placement=placement,
-        params={},
-    )
+    loaded = without_folder(config, models, plan, dtype, placement, params={})
     loaded.require_memory(weights=tree_bytes(shapes))
     return replace(loaded, params={name: made_up(tree, {}) for name, tree in shapes.items()})

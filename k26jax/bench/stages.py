@@ -164,12 +164,11 @@ class Stages:
         """Returns the seconds of a long stage, by one program of two lengths; one compilation.
 
         Args:
-          again: as in `_looped`.
+          again: (held, operands) -> held, made to depend on what the stage gives.
         """
 
         def program(n_turns: Any, held: Any, operands: Any) -> jax.Array:
-            again_really = functools.partial(again, operands=operands, really=True)
-            held = lax.fori_loop(0, n_turns, lambda _, x: again_really(x), held)
+            held = lax.fori_loop(0, n_turns, lambda _, x: again(x, operands), held)
             return held[(0,) * held.ndim]
 
         loop = self._program(program)
@@ -178,16 +177,14 @@ class Stages:
         )
         return (long - short) / (_LONG_TURNS[1] - _LONG_TURNS[0])
 
-    def _draft_again(self, x: jax.Array, operands: Any, really: bool) -> jax.Array:
+    def _draft_again(self, x: jax.Array, operands: Any) -> jax.Array:
         params, state = operands
-        state = replace(state, anchor=x)
-        found = draft(self._models(params), state, self._loaded.plan) if really else state.anchor
+        found = draft(self._models(params), replace(state, anchor=x), self._loaded.plan)
         return touched(x, jax.tree.leaves(found))
 
-    def _verify_again(self, x: jax.Array, operands: Any, really: bool) -> jax.Array:
+    def _verify_again(self, x: jax.Array, operands: Any) -> jax.Array:
         params, tree, state = operands
-        tree = replace(tree, token_ids=x)
-        found = self._verify(params, tree, state)[0] if really else state.anchor
+        found, _ = self._verify(params, replace(tree, token_ids=x), state)
         return touched(x, jax.tree.leaves(found))
 
     def _build_again(self, x: jax.Array, operands: Any, really: bool) -> jax.Array:
