@@ -194,6 +194,7 @@ def _request(llm: LLM, row: Row) -> tuple[Request, ChatAnswer | None]:
         preserve_thinking=said.is_preserved,
         options=said.options,
     )
+    params = llm.shaped(prompt, params)
     return llm.request(prompt.token_ids, params), llm.answer(prompt, params)
 
 

@@ -74,6 +74,14 @@ def add(commands: Any) -> None:
         help="what is done with fields of a request that nobody knows (default: refuse)",
     )
     for flag, choices, default, text in (
+        (
+            "--grammar-backend",
+            ["auto", "llguidance", "none"],
+            "auto",
+            "what holds answers to JSON schemas and forced calls of tools; its two programs are "
+            "compiled at the start. auto: llguidance if it is installed. none: such requests are "
+            "refused",
+        ),
         ("--log-format", ["text", "json"], "text", "how events are written to standard error"),
         ("--log-level", ["debug", "info", "warning"], "info", "lowest level that is written"),
     ):
@@ -86,7 +94,7 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 after a signal, 1 if the engine failed."""
-    _require_packages()
+    _require_packages(args.grammar_backend)
     config = EngineConfig(**_engine_options(args))
     keys = _api_keys(args)
     if not 0 <= args.port < 1 << 16:
@@ -108,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         stream_steps=args.stream_steps,
         stall_seconds=args.stall_seconds,
         refuses_unknown=args.unknown_fields == "refuse",
+        shapes_answers=args.grammar_backend != "none",
         defaults=generation_defaults(folder),
     )
     logs.set_up(args.log_format, args.log_level)
@@ -141,6 +150,9 @@ def _loader(prepared: Prepared, startup: Startup, service: Service, url: str) ->
 
     def load() -> LLM:
         llm = LLM.from_prepared(prepared, on_load=on_load, on_compile=on_compile)
+        is_there = importlib.util.find_spec("llguidance") is not None
+        if service.settings.shapes_answers and is_there and prepared.tokenizer is not None:
+            llm.engine.runner.warm_up_guided(on_compile)
         startup.ready(f"{service.name} on {url}")
         say(
             f"try: curl {url}/v1/completions -H 'content-type: application/json' "
@@ -151,8 +163,9 @@ def _loader(prepared: Prepared, startup: Startup, service: Service, url: str) ->
     return load
 
 
-def _require_packages() -> None:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+def _require_packages(grammar_backend: str) -> None:
+    needed = (*_NEEDED, *([grammar_backend] if grammar_backend == "llguidance" else []))
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"the server needs {', '.join(missing)}; install with: pip install 'k26jax[server]'"

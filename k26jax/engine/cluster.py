@@ -59,8 +59,15 @@ class LeadingRunner(JoinedRunner):
         with self._told("warm_up_traces"):
             super().warm_up_traces()
 
+    def warm_up_guided(self, progress: Callable[[str], None] | None = None) -> None:
+        """See `Runner`."""
+        with self._told("warm_up_guided"):
+            super().warm_up_guided(progress)
+
     def begin(self, slot: int, request: Request) -> None:
         """See `Runner`."""
+        if request.params.structured_outputs is not None:
+            self.warm_up_guided()  # told on its own: it may compile for minutes
         with self._told("begin", slot=slot, request=dataclasses.asdict(request)):
             super().begin(slot, request)
 
@@ -131,6 +138,7 @@ def _begin(runner: Runner, slot: int, request: dict[str, Any]) -> None:
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "warm_up_traces": Runner.warm_up_traces,
+    "warm_up_guided": Runner.warm_up_guided,
     "begin": _begin,
     "prefill_next": Runner.prefill_next,
     "run": Runner.run,

@@ -20,7 +20,7 @@ from k26jax.engine.compile_cache import keep_compiled_programs
 from k26jax.engine.memory import require_memory, tree_bytes
 from k26jax.engine.placement import Placement, place
 from k26jax.engine.request import Request, SamplingParams, make_request, token_ids_of
-from k26jax.errors import CapacityError, KernelError, TokenizerError
+from k26jax.errors import CapacityError, KernelError, RequestError, TokenizerError
 from k26jax.model.drafter import Drafter
 from k26jax.model.parameters import Params, abstract, arrays
 from k26jax.model.target import Target
@@ -29,6 +29,8 @@ from k26jax.sharding.distributed import Cluster, join_cluster
 from k26jax.sharding.mesh import make_mesh
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
+from k26jax.text.grammar import Grammars
+from k26jax.text.structured import STRUCTURED, Structure
 from k26jax.text.tokenizer import Tokenizer, load_tokenizer
 
 DEFAULT_CONTEXT = 4096
@@ -45,6 +47,7 @@ class Prepared:
     context_length: tokens of one sequence.
     placement: how the models are spread over a mesh; None on one device.
     cluster: the processes of the run; None if this is the only one.
+    grammars: what shapes answers; None for models that no folder gave.
     """
 
     config: EngineConfig
@@ -56,6 +59,7 @@ class Prepared:
     dtype: jnp.dtype
     placement: Placement | None = None
     cluster: Cluster | None = None
+    grammars: Grammars | None = None
 
     @property
     def leads(self) -> bool:
@@ -86,6 +90,8 @@ class Prepared:
 
         Raises: RequestError or TokenizerError if the prompt cannot be run.
         """
+        if params.structured_outputs is not None:
+            self.check_structure(params.structured_outputs)
         return make_request(
             self.encode(prompt),
             params,
@@ -94,6 +100,12 @@ class Prepared:
             eos_ids=self.eos_ids,
             seed=seed,
         )
+
+    def check_structure(self, structure: Structure, where: str = STRUCTURED) -> None:
+        """Raises RequestError, about `where`, unless answers can be held to a checked structure."""
+        if self.grammars is None:
+            raise RequestError(f"{where} needs a model's folder; this model has none")
+        self.grammars.check(structure, where)
 
     def empty_state(self) -> SpecState:
         """Returns idle slots."""
@@ -171,16 +183,18 @@ def prepare(config: EngineConfig) -> Prepared:
         drafter = abstract(lambda rngs: Drafter(draft_config, dtype=dtype, rngs=rngs))
     eos_ids = model_config.eos_token_ids + (tokenizer.eos_ids if tokenizer else ())
     models = Models(abstract(lambda rngs: Target(model_config, dtype=dtype, rngs=rngs)), drafter)
+    eos_ids = tuple(dict.fromkeys(eos_ids))
     return Prepared(
         config=config,
         models=models,
         plan=_plan(config, drafter, kernels),
         tokenizer=tokenizer,
-        eos_ids=tuple(dict.fromkeys(eos_ids)),
+        eos_ids=eos_ids,
         context_length=context_length,
         dtype=dtype,
         placement=place(make_mesh(_tp_size(config, cluster), config.ep_size), models),
         cluster=cluster,
+        grammars=Grammars(tokenizer, model_config.vocab_size, eos_ids),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard, TypeVar
 from k26jax.config import MAX_STOP_IDS
 from k26jax.errors import ContextLengthError, RequestError, nearest
 from k26jax.text.stop import check_stop
+from k26jax.text.structured import check_structure
 
 T = TypeVar("T", bound=type)
 
@@ -56,6 +57,10 @@ class SamplingParams:
     ignore_eos: go on past the model's own end tokens.
     max_tokens: None: until the context is full.
     skip_special_tokens: leave control tokens out of the text.
+    structured_outputs: the shape that the text must have, with one of json (a schema), json_object
+        (True), regex, choice (texts) or grammar (Lark or GBNF); needs llguidance. Further, "after"
+        or "at": the control token behind which, or with which, the shape begins. In a chat it
+        begins behind the thoughts.
     """
 
     n: int = 1
@@ -70,6 +75,7 @@ class SamplingParams:
     max_tokens: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: Mapping[str, Any] | None = None
     logprobs: int | None = field(default=None, metadata={"unsupported": True})
     prompt_logprobs: int | None = field(default=None, metadata={"unsupported": True})
     min_tokens: int = field(default=0, metadata={"unsupported": True})
@@ -88,6 +94,12 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} = {getattr(self, name)!r}, expected true or false")
+        check_structure(self.structured_outputs)
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise RequestError(
+                "ignore_eos does not go with structured_outputs: where the shape is complete only "
+                "an end token may come; leave one of them out"
+            )
         _in_range("n", self.n, 1, 128)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_k", self.top_k, -1, 1 << 30)

@@ -11,14 +11,17 @@ import numpy as np
 from jax.stages import Compiled
 
 from k26jax.config import MAX_STOP_IDS
+from k26jax.engine.guiding import Guiding
 from k26jax.engine.loading import Loaded
 from k26jax.engine.placement import places_of
 from k26jax.engine.request import Request, SamplingParams
 from k26jax.errors import RequestError
 from k26jax.model.parameters import Params, bind
+from k26jax.spec.guided import as_steps, blank_between, propose, settle
 from k26jax.spec.prefill import Chunk, prefill
 from k26jax.spec.state import Models, Sampling, SpecState, seed_words
 from k26jax.spec.step import Steps, run_steps
+from k26jax.spec.tree import Tree
 
 SHUT_DOWN = "this LLM was shut down; make a new one"
 _SMALL_CHUNK = 32
@@ -52,6 +55,7 @@ class Runner:
         self._state: SpecState | None = None
         self._prompts: dict[int, Iterator[Chunk]] = {}
         self._is_closed = False
+        self._guiding = Guiding(loaded.grammars, loaded.models.target.config.vocab_size)
 
     @property
     def programs(self) -> list[str]:
@@ -76,6 +80,17 @@ class Runner:
         """Compiles the program that also records trees."""
         self._program("traced_steps")
 
+    def warm_up_guided(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compiles the two programs of a step in which a request follows a grammar.
+
+        Args:
+          progress: as `warm_up` calls it.
+        """
+        for name in ("propose", "settle"):
+            if progress:
+                progress(name)
+            self._program(name)
+
     def prefill(self, slot: int, request: Request) -> int:
         """Returns the first token of a request, whose prompt is now in `slot`."""
         self.begin(slot, request)
@@ -85,6 +100,9 @@ class Runner:
 
     def begin(self, slot: int, request: Request) -> None:
         """Notes the prompt that `prefill_next` puts into a slot; until its end the slot is idle."""
+        if request.params.structured_outputs is not None:
+            self.warm_up_guided()
+        self._guiding.begin(slot, request)
         self._prompts[slot] = self._chunks(slot, request.prompt_token_ids, request)
 
     def prefill_next(self, slot: int) -> int | None:
@@ -98,17 +116,36 @@ class Runner:
         if not chunk.is_last:
             return None
         del self._prompts[slot]
-        return int(np.asarray(out.first_token))
+        first_token = int(np.asarray(out.first_token))
+        self._guiding.advance(slot, [first_token])
+        return first_token
 
     def run(self, limit: int, *, record_trees: bool = False) -> Steps:
-        """Returns what up to `limit` steps emitted, on the host; one dispatch."""
+        """Returns what up to `limit` steps emitted, on the host; one dispatch.
+
+        Where a slot follows a grammar it is one step, in two: the host makes the masks in between.
+        """
+        if self._guiding.is_needed:
+            return self._run_guided(record_trees)
         program = self._program("traced_steps" if record_trees else "steps")
         self._state, steps = program(self._loaded.params, self._state, np.int32(limit))
         return jax.device_get(steps)
 
+    def _run_guided(self, record_trees: bool) -> Steps:
+        self._state, tree = self._program("propose")(self._loaded.params, np.int32(0), self._state)
+        shown = jax.device_get(tree)
+        masks = self._guiding.masks(shown)
+        self._state, accepted = self._program("settle")(
+            self._loaded.params, (shown, masks), self._state
+        )
+        accepted = jax.device_get(accepted)
+        self._guiding.advance_all(accepted.tokens, accepted.emitted_len)
+        return as_steps(accepted, shown if record_trees else None)
+
     def release(self, slot: int) -> None:
         """Makes a slot idle; after `close` there is none."""
         self._prompts.pop(slot, None)
+        self._guiding.end(slot)
         if not self._is_closed:
             self.restore()
             self._state = self._program("release")(self._state, np.int32(slot))
@@ -126,6 +163,7 @@ class Runner:
     def reset(self) -> None:
         """Makes a state of idle slots in place of the one there is."""
         self._prompts.clear()
+        self._guiding.clear()
         self._state = self._make_state()
 
     @property
@@ -195,6 +233,13 @@ class Runner:
             places = None if self._loaded.placement is None else places_of(state)
             program = jax.jit(_release, donate_argnums=0, out_shardings=places)
             return program.lower(state, np.int32(0)).compile()
+        if name in ("propose", "settle"):
+            program = jax.jit(self._placed(self._guided_program(name), 2), donate_argnums=2)
+            plan, vocab_size = self._loaded.plan, self._loaded.models.target.config.vocab_size
+            between = (
+                blank_between(self.slots, plan, vocab_size) if name == "settle" else np.int32(0)
+            )
+            return program.lower(params, between, state).compile(compile_options())
         program = self._placed(self._steps_program(kind == "traced"), 1)
         program = jax.jit(program, donate_argnums=1)
         return program.lower(params, state, np.int32(1)).compile(compile_options())
@@ -235,6 +280,17 @@ class Runner:
 
         return program
 
+    def _guided_program(self, name: str) -> Callable[..., Any]:
+        plan = self._loaded.plan
+
+        def propose_trees(params: Params, _: jax.Array, state: SpecState):
+            return state, propose(self._models(params), state, plan)
+
+        def settle_trees(params: Params, between: tuple[Tree, jax.Array], state: SpecState):
+            return settle(self._models(params), state, *between, plan)
+
+        return propose_trees if name == "propose" else settle_trees
+
     def _chunks(
         self, slot: int, token_ids: Sequence[int], request: Request | None
     ) -> Iterator[Chunk]:
@@ -266,6 +322,7 @@ class Runner:
             is_last=_host(request is not None and rest <= size, np.bool_),
             max_tokens=_host(request.max_tokens if request else 0, np.int32),
             sampling=_sampling_row(request),
+            allowed=_host(self._guiding.first_mask(slot), np.uint32),
         )
 
 

@@ -41,12 +41,15 @@ _SHARED = {
     "skip_special_tokens": "default true",
     "stream": "Server-sent events, one a decoding step and kind of text",
     "stream_options": "include_usage, continuous_usage_stats",
+    "response_format": "text, json_object, or json_schema, which holds whether strict or not",
+    "structured_outputs": "one of json, json_object, regex, choice, grammar; and after or at",
 }
 _CHAT_ONLY = {
     "messages": "roles system, developer, user, assistant, tool; text parts alone",
     "max_completion_tokens": "the same as max_tokens; two different values are refused",
     "tools": "functions; calls are read from the answer",
-    "tool_choice": '"auto" or "none"; others would force a call and are refused',
+    "tool_choice": '"auto", "none", "required" (calls alone) or a named function (one call)',
+    "parallel_tool_calls": "false: one call at most",
     "thinking": '{"type": "enabled" or "disabled", "keep": "all" or null}',
     "chat_template_kwargs": "thinking, preserve_thinking, and what the template reads",
     "reasoning_effort": '"none" switches thinking off, others on',
@@ -62,7 +65,6 @@ IGNORED = (
 )  # fmt: skip
 _PENALTY = "counts along every branch of the draft tree are not there yet"
 _LOGPROBS = "log-probabilities are not there yet"
-_CONSTRAINED = "constrained decoding is not there yet"
 _REFUSED_BOTH = {
     "presence_penalty": Refused((0,), _PENALTY),
     "frequency_penalty": Refused((0,), _PENALTY),
@@ -70,14 +72,12 @@ _REFUSED_BOTH = {
     "logit_bias": Refused(({},), _PENALTY),
     "bad_words": Refused(([],), _PENALTY),
     "min_tokens": Refused((0,), "the end tokens cannot be masked yet"),
-    "response_format": Refused(({"type": "text"},), _CONSTRAINED),
 }
 REFUSED = {
     CHAT: _REFUSED_BOTH
     | {
         "logprobs": Refused((False,), _LOGPROBS),
         "top_logprobs": Refused((0,), _LOGPROBS),
-        "parallel_tool_calls": Refused((True,), _CONSTRAINED),
         "functions": Refused(([],), "send tools"),
         "function_call": Refused((), "send tool_choice"),
         "modalities": Refused((["text"],), "the server writes text alone"),

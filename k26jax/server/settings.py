@@ -22,6 +22,7 @@ class ServerSettings:
     stall_seconds: a call of the device that takes longer makes the server unhealthy.
     keepalive_seconds: a stream that is silent for so long gets a comment line.
     refuses_unknown: whether unknown fields are refused, or named in a header and ignored.
+    shapes_answers: whether answers may be asked to follow a grammar.
     defaults: sampling parameters of requests that bring none.
     """
 
@@ -34,6 +35,7 @@ class ServerSettings:
     stall_seconds: float = 300.0
     keepalive_seconds: float = 5.0
     refuses_unknown: bool = True
+    shapes_answers: bool = True
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

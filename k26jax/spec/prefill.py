@@ -13,6 +13,7 @@ from k26jax.sharding.collectives import whole_rows
 from k26jax.sharding.rules import MODEL
 from k26jax.spec.accept import cut_at_stop
 from k26jax.spec.compact import commit
+from k26jax.spec.masks import mask_logits
 from k26jax.spec.sampling import choose
 from k26jax.spec.state import Models, Sampling, SpecState
 
@@ -29,6 +30,7 @@ class Chunk:
     is_last: whether the prompt ends here and the first token is chosen.
     max_tokens: tokens the request may emit.
     sampling: the request's settings, one row.
+    allowed: the tokens that the first one may be, as `mask_logits` takes them; None: all.
     """
 
     token_ids: Int32[Array, "t"]
@@ -38,6 +40,7 @@ class Chunk:
     is_last: Bool[Array, ""]
     max_tokens: Int32[Array, ""]
     sampling: Sampling
+    allowed: UInt32[Array, "words"] | None = None
 
 
 class Prefilled(NamedTuple):
@@ -74,10 +77,12 @@ def prefill(
     last_row = jnp.maximum(chunk.count - 1, 0)
     hidden = rows.hidden[0] if all_logits else rows.hidden[0, last_row][None]
     logits = models.target.logits(hidden)
-    last_logits = logits[last_row] if all_logits else logits[0]
+    last_logits = (logits[last_row] if all_logits else logits[0])[None, None]
+    if chunk.allowed is not None:
+        last_logits = mask_logits(last_logits, chunk.allowed[None, None])
     position = chunk.start + chunk.count
     first_token = choose(
-        last_logits[None, None], position[None] - 1, jnp.zeros((1, 1), jnp.int32), chunk.sampling, 0
+        last_logits, position[None] - 1, jnp.zeros((1, 1), jnp.int32), chunk.sampling, 0
     )[0, 0]
     _, stopped = cut_at_stop(first_token[None, None], jnp.ones(1, int), chunk.sampling.stop_ids)
     remaining = jnp.where(chunk.is_last & ~stopped[0], chunk.max_tokens - 1, 0)

@@ -1,0 +1,131 @@
+"""Answers of a given shape: the same tokens under every algorithm, and none but allowed ones."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from k26jax import LLM, SamplingParams
+from k26jax.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def llm(small_pair, compile_cache):
+    with LLM(**small_pair.options) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def others(llm, small_pair, compile_cache):
+    """The same model under the other two algorithms."""
+    chain = LLM(**small_pair.options, speculative_algorithm="DFLASH")
+    with chain, llm.without_drafter() as plain:
+        yield {"NONE": plain, "DFLASH": chain}
+
+
+@pytest.fixture(scope="module")
+def shapes(small_pair) -> list[dict | None]:
+    a, b, *rest = small_pair.letters[:12]
+    half = "".join(small_pair.letters[::2])
+    return [
+        {"regex": f"[{half}]{{8}}"},
+        {"choice": [a * 3, a + b + a, "".join(rest)]},
+        None,
+        {"regex": f"({a}{b}|[{half}]{{2}}){{4,6}}"},
+    ]
+
+
+def asks(shapes, small_pair):
+    prompts, params = [], []
+    for number, shape in enumerate(shapes):
+        for hot in (0.0, 1.0):
+            prompts.append(small_pair.letters[number : number + 5])
+            params.append(
+                SamplingParams(
+                    temperature=hot, seed=number, top_k=20 if number % 2 else 0, max_tokens=16,
+                    structured_outputs=shape,
+                )
+            )  # fmt: skip
+    return prompts, params
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_every_algorithm_gives_the_same_tokens_of_the_shape(llm, others, shapes, small_pair):
+    prompts, params = asks(shapes, small_pair)
+    found = llm.generate(prompts, params, raise_on_error=True)
+    for name, other in others.items():
+        assert tokens(other.generate(prompts, params, raise_on_error=True)) == tokens(found), name
+    for output, asked in zip(found, params, strict=True):
+        (only,) = output.outputs
+        shape = asked.structured_outputs
+        if shape is None:
+            continue
+        assert only.finish_reason == "stop"
+        words = "|".join(map(re.escape, shape.get("choice", [])))
+        assert re.fullmatch(shape.get("regex", words), only.text)
+        assert only.token_ids[-1] in small_pair.config.eos_token_ids
+    # Drafts were taken, so the masks of inner nodes were in use.
+    lengths = [n for output in found for n in output.outputs[0].metrics.accept_lengths]
+    assert max(lengths) > 2
+
+
+def test_answers_beside_them_are_what_they_are_alone(llm, shapes, small_pair):
+    prompts, params = asks(shapes, small_pair)
+    together = tokens(llm.generate(prompts, params))
+    alone = [tokens(llm.generate(*pair))[0] for pair in zip(prompts, params, strict=True)]
+    assert together == alone
+
+
+def test_forbidden_nodes_are_in_the_trees_and_are_not_accepted(llm, small_pair):
+    half = small_pair.letters[::2]
+    params = SamplingParams(
+        temperature=1, seed=5, max_tokens=30, structured_outputs={"regex": f"[{half}]{{20}}"}
+    )
+    allowed = {*small_pair.encode(half), *small_pair.config.eos_token_ids}
+    tried, taken, lengths = set(), set(), []
+    for chunk in llm.stream(small_pair.letters[:6], params, trace=True):
+        taken |= {*chunk.token_ids}
+        for trace in chunk.traces:
+            nodes = [trace.token_ids[row] for row in trace.path[1:]]
+            assert nodes == chunk.token_ids[: len(nodes)]
+            lengths.append(len(trace.path))
+            tried |= {*trace.token_ids[1:]}
+    assert taken <= allowed
+    assert tried - allowed
+    assert max(lengths) > 1
+    assert len(lengths) < 20
+
+
+def test_a_stream_that_is_left_leaves_no_grammar(llm, shapes, small_pair):
+    free = SamplingParams(temperature=0, max_tokens=8)
+    expected = tokens(llm.generate(small_pair.letters[:4], free))
+    stream = llm.stream(
+        small_pair.letters[:4],
+        SamplingParams(temperature=0, max_tokens=8, structured_outputs=shapes[0]),
+    )
+    next(stream)
+    assert llm.engine.runner._guiding.is_needed
+    stream.close()
+    assert not llm.engine.runner._guiding.is_needed
+    assert tokens(llm.generate(small_pair.letters[:4], free)) == expected
+
+
+def test_several_sequences_each_have_their_place(llm, small_pair):
+    words = [small_pair.letters[i : i + 3] for i in range(0, 12, 3)]
+    params = SamplingParams(n=4, seed=1, temperature=2, structured_outputs={"choice": words})
+    (output,) = llm.generate(small_pair.letters[:4], params)
+    assert {only.text for only in output.outputs} <= {*words}
+    assert {only.finish_reason for only in output.outputs} == {"stop"}
+
+
+def test_what_cannot_be_is_refused_before_it_runs(llm):
+    params = SamplingParams(structured_outputs={"regex": "("})
+    assert "structured_outputs: " in llm.generate("a", params)[0].error
+    with pytest.raises(RequestError, match="ignore_eos does not go with structured_outputs"):
+        SamplingParams(structured_outputs={"regex": "a"}, ignore_eos=True)
+    with pytest.raises(RequestError, match=r"structured_outputs\.regx .* did you mean 'regex'"):
+        SamplingParams(structured_outputs={"regx": "a"})
