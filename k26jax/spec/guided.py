@@ -35,7 +35,7 @@ def settle(
     models: Models,
     state: SpecState,
     tree: Tree,
-    allowed: UInt32[Array, "b t words"],
+    allowed: UInt32[Array, "b t bits"],
     plan: Plan,
 ) -> tuple[SpecState, Accepted]:
     """Returns the state one step on and what was accepted of the trees that `propose` gave.

@@ -26,7 +26,7 @@ def all_allowed(*shape: int, vocab_size: int) -> UInt32[np.ndarray, "..."]:
 
 
 def mask_logits(
-    logits: Float32[Array, "b t w"], allowed: UInt32[Array, "b t words"]
+    logits: Float32[Array, "b t w"], allowed: UInt32[Array, "b t bits"]
 ) -> Float32[Array, "b t w"]:
     """Returns the logits with -inf for every token that is not allowed; the others as they are.
 

@@ -40,7 +40,7 @@ class Chunk:
     is_last: Bool[Array, ""]
     max_tokens: Int32[Array, ""]
     sampling: Sampling
-    allowed: UInt32[Array, "words"] | None = None
+    allowed: UInt32[Array, "bits"] | None = None
 
 
 class Prefilled(NamedTuple):

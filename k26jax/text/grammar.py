@@ -243,10 +243,12 @@ class Guide:
             assert gate is not None
             if token != gate.token:
                 return place if _has_bit(gate.free, token) else _Away.OVER
+            # A copy for each node: no two rows may be filled by one matcher.
+            place = self._start.deep_copy()
             if not gate.is_part:
-                return self._start
-            place = self._start
-        place = place.deep_copy()
+                return place
+        else:
+            place = place.deep_copy()
         return place if place.try_consume_tokens([token]) else _Away.OVER
 
 

@@ -1,9 +1,10 @@
-"""Answers of a given shape: the same tokens under every algorithm, and none but allowed ones."""
+"""Answers of a given shape through the engine: the tokens of plain decoding, allowed ones alone."""
 
 from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 from k26jax import LLM, SamplingParams
@@ -14,14 +15,6 @@ from k26jax.errors import RequestError
 def llm(small_pair, compile_cache):
     with LLM(**small_pair.options) as llm:
         yield llm
-
-
-@pytest.fixture(scope="module")
-def others(llm, small_pair, compile_cache):
-    """The same model under the other two algorithms."""
-    chain = LLM(**small_pair.options, speculative_algorithm="DFLASH")
-    with chain, llm.without_drafter() as plain:
-        yield {"NONE": plain, "DFLASH": chain}
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +47,41 @@ def tokens(outputs) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_every_algorithm_gives_the_same_tokens_of_the_shape(llm, others, shapes, small_pair):
+def is_of(shape: dict, text: str) -> bool:
+    words = "|".join(map(re.escape, shape.get("choice", [])))
+    return re.fullmatch(shape.get("regex", words), text) is not None
+
+
+def test_answers_are_of_their_shapes(llm, shapes, small_pair):
     prompts, params = asks(shapes, small_pair)
     found = llm.generate(prompts, params, raise_on_error=True)
-    for name, other in others.items():
-        assert tokens(other.generate(prompts, params, raise_on_error=True)) == tokens(found), name
     for output, asked in zip(found, params, strict=True):
         (only,) = output.outputs
-        shape = asked.structured_outputs
-        if shape is None:
-            continue
-        assert only.finish_reason == "stop"
-        words = "|".join(map(re.escape, shape.get("choice", [])))
-        assert re.fullmatch(shape.get("regex", words), only.text)
-        assert only.token_ids[-1] in small_pair.config.eos_token_ids
+        if asked.structured_outputs is not None:
+            assert only.finish_reason == "stop"
+            assert is_of(asked.structured_outputs, only.text)
+            assert only.token_ids[-1] in small_pair.config.eos_token_ids
     # Drafts were taken, so the masks of inner nodes were in use.
     lengths = [n for output in found for n in output.outputs[0].metrics.accept_lengths]
     assert max(lengths) > 2
+
+
+def test_greedy_tokens_are_the_best_allowed_ones_of_a_forward_each(llm, shapes, small_pair):
+    """Plain decoding, the slow way: the target's logits, the grammar's mask, the largest."""
+    grammars = llm.engine.loaded.grammars
+    for shape in (shapes[0], shapes[1], shapes[3]):
+        params = SamplingParams(temperature=0, structured_outputs=shape)
+        ids = small_pair.encode(small_pair.letters[:5])
+        (output,) = llm.generate([ids], params)
+        guide, expected = grammars.guide(shape), []
+        while not expected or expected[-1] not in small_pair.config.eos_token_ids:
+            masks = np.zeros((1, grammars.words), np.uint32)
+            grammars.fill(guide.collect([0], [-1], masks, 0), masks)
+            bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
+            logits = llm.logits(ids + expected)[-1]
+            expected.append(int(np.where(bits[: len(logits)], logits, -np.inf).argmax()))
+            guide.advance(expected[-1:])
+        assert output.outputs[0].token_ids == expected
 
 
 def test_answers_beside_them_are_what_they_are_alone(llm, shapes, small_pair):
