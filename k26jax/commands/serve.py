@@ -24,6 +24,19 @@ HOST, PORT = "127.0.0.1", 30000
 _NEEDED = ("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn")
 _GENERATION = ("temperature", "top_p", "top_k", "min_p")
 _RUNNING = 4
+# Flag, choices, default, help.
+_CHOICES = (
+    (
+        "--grammar-backend",
+        ["auto", "llguidance", "none"],
+        "auto",
+        "what holds answers to JSON schemas and forced calls of tools; its two programs are "
+        "compiled at the start. auto: llguidance if it is installed. none: such requests are "
+        "refused",
+    ),
+    ("--log-format", ["text", "json"], "text", "how events are written to standard error"),
+    ("--log-level", ["debug", "info", "warning"], "info", "lowest level that is written"),
+)
 
 
 def add(commands: Any) -> None:
@@ -73,18 +86,7 @@ def add(commands: Any) -> None:
         default="refuse",
         help="what is done with fields of a request that nobody knows (default: refuse)",
     )
-    for flag, choices, default, text in (
-        (
-            "--grammar-backend",
-            ["auto", "llguidance", "none"],
-            "auto",
-            "what holds answers to JSON schemas and forced calls of tools; its two programs are "
-            "compiled at the start. auto: llguidance if it is installed. none: such requests are "
-            "refused",
-        ),
-        ("--log-format", ["text", "json"], "text", "how events are written to standard error"),
-        ("--log-level", ["debug", "info", "warning"], "info", "lowest level that is written"),
-    ):
+    for flag, choices, default, text in _CHOICES:
         group.add_argument(
             flag, choices=choices, default=default, help=f"{text} (default: {default})"
         )

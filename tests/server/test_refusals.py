@@ -108,6 +108,21 @@ def test_129_bad_values_name_their_field(server, body, param, message):
         assert message in error["message"]
 
 
+def test_a_server_without_grammars_refuses_shapes_by_name():
+    with scripted(lambda request: [], shapes_answers=False) as server:
+        for body in (
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": {"regex": "a"}},
+            {"tool_choice": "required", "tools": [TOOL]},
+            {"parallel_tool_calls": False, "tools": [TOOL]},
+        ):
+            error = error_of(server.chat(**body))
+            assert (error["param"], error["code"]) == (next(iter(body)), "unsupported_parameter")
+            assert "--grammar-backend none" in error["message"]
+        error = error_of(server.complete(response_format={"type": "json_object"}))
+        assert error["param"] == "response_format"
+
+
 def test_options_of_a_stream_without_one(server):
     error = error_of(server.chat(stream_options={"include_usage": True}))
     assert "without stream" in error["message"]
