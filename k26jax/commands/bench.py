@@ -1,4 +1,4 @@
-"""`k26jax bench`: times, floors and ratios of kernels, or of a rank's steps, on a GPU."""
+"""`k26jax bench`: times, floors and ratios of kernels, or of a rank's programs, on a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k26jax.commands import bench_rank
+from k26jax.commands import bench_prefill, bench_rank
 from k26jax.commands.terminal import new_figure, say
 from k26jax.errors import KernelError
 
@@ -35,10 +35,11 @@ def add(commands: Any) -> None:
         "as many operations are multiplied (both measured in the same run), and the ratio. A line "
         "is printed as soon as it is measured.",
     )
-    kernels.add_argument("--kernel", nargs="+", metavar="NAME", help="only these kernels")
+    kernels.add_argument("--kernel", nargs="+", metavar="NAME", help="only these, in this order")
     add_outputs(kernels)
     kernels.set_defaults(run=run)
     add_outputs(bench_rank.add(things))
+    bench_prefill.add(things)
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
