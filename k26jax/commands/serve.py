@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k26jax.commands.options import add_engine_options, engine_options
+from k26jax.commands.options import add_engine_options, served_options
 from k26jax.commands.terminal import Startup, say
 from k26jax.config import EngineConfig
 from k26jax.errors import ConfigError, RequestError
@@ -86,8 +86,8 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 after a signal, 1 if the engine failed."""
-    _require_packages()
-    config = EngineConfig(**_engine_options(args))
+    require_packages()
+    config = EngineConfig(**served_options(args))
     keys = _api_keys(args)
     if not 0 <= args.port < 1 << 16:
         raise RequestError(f"--port {args.port}, expected 0 to 65535")
@@ -151,22 +151,13 @@ def _loader(prepared: Prepared, startup: Startup, service: Service, url: str) ->
     return load
 
 
-def _require_packages() -> None:
+def require_packages(what: str = "the server") -> None:
+    """Raises ConfigError unless what a server is made of is installed."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"the server needs {', '.join(missing)}; install with: pip install 'k26jax[server]'"
+            f"{what} needs {', '.join(missing)}; install with: pip install 'k26jax[server]'"
         )
-
-
-def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    if args.model is not None:
-        if args.model_path is not None and args.model_path != args.model:
-            raise RequestError(
-                f"the model is given twice: {args.model} and --model-path {args.model_path}"
-            )
-        args.model_path = args.model
-    return engine_options(args)
 
 
 def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -41,6 +41,7 @@ class Reply:
     kind: "chat.completion" or "text_completion".
     requests: one for each choice.
     prompts: how many prompts they are of.
+    unknown: fields of the body that were passed over.
     headers: further headers of the answer.
     """
 
@@ -52,7 +53,8 @@ class Reply:
     choices: list[Choice]
     prompts: int
     request_id: str
-    headers: dict[str, str]
+    unknown: list[str] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat.completion" else "cmpl"
@@ -70,12 +72,9 @@ class Reply:
 
         Raises: K26Error if no answer can be begun.
         """
-        streams = bool(self.body.stream)
-        sequences = self.service.submit(
-            self.id, self.request_id, self.requests, is_streamed=streams
-        )
-        if streams:
-            return EventStream(self, sequences)
+        if self.body.stream:
+            return EventStream(self, self._submit(is_streamed=True))
+        sequences = self._submit(is_streamed=False)
         try:
             body = await until_gone(request.receive, self._whole(sequences))
         finally:
@@ -84,6 +83,20 @@ class Reply:
             return Response(status_code=_GONE)
         timing = {"server-timing": sequences.timing()}
         return JSONResponse(body, headers=self.headers | timing)
+
+    async def answer(self) -> dict[str, Any]:
+        """Returns the body of the whole answer, for who asks without HTTP.
+
+        Raises: K26Error if no answer can be begun, EngineFailedError if the engine fails.
+        """
+        sequences = self._submit(is_streamed=False)
+        try:
+            return await self._whole(sequences)
+        finally:
+            self._over(sequences)
+
+    def _submit(self, *, is_streamed: bool) -> Sequences:
+        return self.service.submit(self.id, self.request_id, self.requests, is_streamed=is_streamed)
 
     async def _whole(self, sequences: Sequences) -> dict[str, Any]:
         async with contextlib.aclosing(sequences.items()) as items:
