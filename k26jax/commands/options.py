@@ -59,7 +59,10 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None
 
 
 def engine_options(
-    args: argparse.Namespace, environment: Mapping[str, str] = os.environ
+    args: argparse.Namespace,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    needs_model: bool = True,
 ) -> dict[str, Any]:
     """Returns the engine options that a flag gives, or else a variable, or else the command.
 
@@ -82,12 +85,12 @@ def engine_options(
                 raise RequestError(f"{_variable(name)} = {text!r}: {error}") from None
         if value is not None:
             options[name] = value
-    if "model_path" not in options:
+    if needs_model and "model_path" not in options:
         raise RequestError(f"no model given; use --model-path FOLDER or {_variable('model_path')}")
     return options
 
 
-def served_options(args: argparse.Namespace) -> dict[str, Any]:
+def served_options(args: argparse.Namespace, *, needs_model: bool = True) -> dict[str, Any]:
     """Returns the engine options of a command whose model may stand without a flag.
 
     Raises: RequestError as `engine_options`, and if two models are given.
@@ -98,7 +101,7 @@ def served_options(args: argparse.Namespace) -> dict[str, Any]:
                 f"the model is given twice: {args.model} and --model-path {args.model_path}"
             )
         args.model_path = args.model
-    return engine_options(args)
+    return engine_options(args, needs_model=needs_model)
 
 
 def add_sampling_options(
