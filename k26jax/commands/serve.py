@@ -57,15 +57,11 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="name in requests and answers; may be repeated (default: the folder's name)",
     )
+    _add_keys(group)
     group.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="key that clients must send; may be repeated (default: none, all are let in)",
-    )
-    group.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="file with one API key a line"
+        "--draft-trees",
+        action="store_true",
+        help="let requests, and the page at /, see each step's draft tree (one more program)",
     )
     group.add_argument(
         "--unknown-fields",
@@ -82,6 +78,19 @@ def add(commands: Any) -> None:
         )
     add_engine_options(parser, max_running_requests=_RUNNING)
     parser.set_defaults(run=run)
+
+
+def _add_keys(group: Any) -> None:
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key that clients must send; may be repeated (default: none, all are let in)",
+    )
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="file with one API key a line"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         max_body_bytes=args.max_body_mb << 20,
         stream_steps=args.stream_steps,
         stall_seconds=args.stall_seconds,
+        draft_trees=args.draft_trees,
         refuses_unknown=args.unknown_fields == "refuse",
         defaults=generation_defaults(folder),
     )
@@ -141,9 +151,13 @@ def _loader(prepared: Prepared, startup: Startup, service: Service, url: str) ->
 
     def load() -> LLM:
         llm = LLM.from_prepared(prepared, on_load=on_load, on_compile=on_compile)
+        if service.settings.draft_trees:
+            on_compile("traced_steps")
+            llm.engine.runner.warm_up_traces()
         startup.ready(f"{service.name} on {url}")
         say(
-            f"try: curl {url}/v1/completions -H 'content-type: application/json' "
+            f"open {url} in a browser, or try:\n  curl {url}/v1/completions "
+            "-H 'content-type: application/json' "
             '-d \'{"prompt": "import os", "max_tokens": 32}\''
         )
         return llm

@@ -20,6 +20,7 @@ from k26jax.server.errors import api_error, invalid
 from k26jax.server.fields import CHAT, COMPLETION, HONOURED, IGNORED, REFUSED
 from k26jax.server.metrics import CONTENT_TYPE
 from k26jax.server.middleware import Door, read_body
+from k26jax.server.page import PAGE_PATHS, page
 from k26jax.server.protocol import ChatBody, CompletionBody, parse_json, read_model
 from k26jax.server.service import Service
 
@@ -197,6 +198,8 @@ def create_app(service: Service) -> Door:
         app.add_api_route(
             path, handler, methods=[method], response_class=JSONResponse, openapi_extra=extra
         )
+    for path in PAGE_PATHS:
+        app.add_api_route(path, page, methods=["GET"], include_in_schema=False)
     # What these raise goes up to the door, where every error is answered.
     for kind in (HTTPException, Exception):
         app.add_exception_handler(kind, _raise)

@@ -12,6 +12,7 @@ from k26jax.server.fields import CHAT, COMPLETION
 from k26jax.server.protocol import read_asked
 from k26jax.server.reply import Reply
 from k26jax.server.service import Service
+from k26jax.server.trees import check_trees
 
 _KINDS: dict[str, tuple[str, Callable[..., Planned]]] = {
     CHAT: ("chat.completion", plan_chat),
@@ -32,6 +33,7 @@ async def ask(
     name, plan = _KINDS[kind]
     settings = service.settings
     body, unknown = read_asked(kind, data, refuses_unknown=settings.refuses_unknown)
+    check_trees(body, settings)
     model, llm = service.check_model(body.model), service.llm
     loop = asyncio.get_running_loop()
     planned = await loop.run_in_executor(planner, plan, llm, body, settings)
