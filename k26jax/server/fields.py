@@ -43,6 +43,7 @@ _SHARED = {
     "stream_options": "include_usage, continuous_usage_stats",
     "response_format": "text, json_object, or json_schema, which holds whether strict or not",
     "structured_outputs": "one of json, json_object, regex, choice, grammar; and after or at",
+    "draft_trees": "a stream's trees, step by step; needs a server with --draft-trees",
 }
 _CHAT_ONLY = {
     "messages": "roles system, developer, user, assistant, tool; text parts alone",

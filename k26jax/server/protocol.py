@@ -53,6 +53,7 @@ class Asked(BaseModel):
     stream_options: StreamOptions | None = None
     response_format: Any = None
     structured_outputs: Any = None
+    draft_trees: bool | None = None
 
     def limit(self) -> int | None:
         """Returns how many tokens are asked for at most; None: as many as fit."""
