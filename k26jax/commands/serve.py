@@ -141,6 +141,8 @@ def _loader(prepared: Prepared, startup: Startup, service: Service, url: str) ->
 
     def load() -> LLM:
         llm = LLM.from_prepared(prepared, on_load=on_load, on_compile=on_compile)
+        # Compiled later they would make every running answer wait.
+        llm.engine.runner.warm_up_extras(on_compile)
         startup.ready(f"{service.name} on {url}")
         say(
             f"try: curl {url}/v1/completions -H 'content-type: application/json' "

@@ -59,6 +59,11 @@ class LeadingRunner(JoinedRunner):
         with self._told("warm_up_traces"):
             super().warm_up_traces()
 
+    def warm_up_extras(self, progress: Callable[[str], None] | None = None) -> None:
+        """See `Runner`."""
+        with self._told("warm_up_extras"):
+            super().warm_up_extras(progress)
+
     def begin(self, slot: int, request: Request) -> None:
         """See `Runner`."""
         with self._told("begin", slot=slot, request=dataclasses.asdict(request)):
@@ -125,12 +130,14 @@ def _begin(runner: Runner, slot: int, request: dict[str, Any]) -> None:
         "params": SamplingParams(**request["params"]),
         "prompt_token_ids": tuple(request["prompt_token_ids"]),
         "stop_ids": tuple(request["stop_ids"]),
+        "bad_words": tuple(map(tuple, request["bad_words"])),
     }
     runner.begin(slot, Request(**settings))
 
 
 _CALLS: dict[str, Callable[..., Any]] = {
     "warm_up_traces": Runner.warm_up_traces,
+    "warm_up_extras": Runner.warm_up_extras,
     "begin": _begin,
     "prefill_next": Runner.prefill_next,
     "run": Runner.run,

@@ -13,7 +13,8 @@ from k26jax.sharding.collectives import whole_rows
 from k26jax.sharding.rules import MODEL
 from k26jax.spec.accept import cut_at_stop
 from k26jax.spec.compact import commit
-from k26jax.spec.sampling import choose
+from k26jax.spec.extras import choose_first
+from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.state import Models, Sampling, SpecState
 
 
@@ -45,10 +46,12 @@ class Prefilled(NamedTuple):
 
     first_token: the chosen token (meaningful after the last chunk).
     logits: of all rows if they were asked for, else of the last row alone.
+    log_probs: of the first token, if the request asks for them.
     """
 
     first_token: Int32[Array, ""]
     logits: Float32[Array, "rows w"]
+    log_probs: LogProbs
 
 
 def prefill(
@@ -76,9 +79,9 @@ def prefill(
     logits = models.target.logits(hidden)
     last_logits = logits[last_row] if all_logits else logits[0]
     position = chunk.start + chunk.count
-    first_token = choose(
-        last_logits[None, None], position[None] - 1, jnp.zeros((1, 1), jnp.int32), chunk.sampling, 0
-    )[0, 0]
+    first_token, log_probs, adjustments = choose_first(
+        last_logits, position, chunk.slot, chunk.is_last, chunk.sampling, state.adjustments
+    )
     _, stopped = cut_at_stop(first_token[None, None], jnp.ones(1, int), chunk.sampling.stop_ids)
     remaining = jnp.where(chunk.is_last & ~stopped[0], chunk.max_tokens - 1, 0)
     slot = chunk.slot
@@ -92,8 +95,9 @@ def prefill(
         sampling=jax.tree.map(
             lambda all_, one: all_.at[slot].set(one[0]), state.sampling, chunk.sampling
         ),
+        adjustments=adjustments,
     )
-    return state, Prefilled(first_token, whole_rows(logits, MODEL))
+    return state, Prefilled(first_token, whole_rows(logits, MODEL), log_probs)
 
 
 def causal_words(width: int) -> UInt32[np.ndarray, "{width} words"]:
