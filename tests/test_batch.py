@@ -87,7 +87,7 @@ BAD_LINES = [
     (b'{"custom_id": "j", "prompt": "x", "top_p": 1e999}', "top_p = inf"),
     (b'{"custom_id": "k", "prompt": "x", "stop": 5}', "stop = 5"),
     (b'{"custom_id": "l", "prompt": "x", "ignore_eos": "no"}', "ignore_eos = 'no'"),
-    (b'{"custom_id": "m", "prompt": "x", "logprobs": 3}', "logprobs"),
+    (b'{"custom_id": "m", "prompt": "x", "logprobs": 30}', "logprobs"),
     (b'{"custom_id": "n", "prompt": "caf\xe9"}', "UTF-8"),
     (b'{"custom_id": "o", "prompt": "x"} {}', "not JSON"),
     (b'{"custom_id": "p", "seed": ' + b"9" * 5000 + b', "prompt": "x"}', "not JSON"),

@@ -8,7 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from k26jax.spec.accept import Accepted, accept
+from k26jax.spec.accept import Accepted
 from k26jax.spec.adjust import Adjustments, adjust, lineage
 from k26jax.spec.log_probs import LogProbs, log_probs_of
 from k26jax.spec.plan import Plan
@@ -17,20 +17,17 @@ from k26jax.spec.state import Sampling, SpecState
 from k26jax.spec.tree import Tree
 
 
-def accept_with_extras(
+def adjust_nodes(
     tree: Tree, logits: Float32[Array, "b t w"], state: SpecState, plan: Plan
-) -> tuple[SpecState, Accepted]:
-    """Returns the state with its emitted tokens counted, and what was accepted.
-
-    Each slot's tokens are chosen from its logits as it adjusts them; log-probabilities are those
-    of the logits as they came. Without extras it is `accept` alone.
+) -> Float32[Array, "b t w"]:
+    """Returns the logits of all nodes as their slots adjust them; the same ones without extras.
 
     Args:
       tree: one tree a slot.
     """
     if not plan.has_extras:
-        return state, accept(tree, logits, state, plan)
-    adjusted = adjust(
+        return logits
+    return adjust(
         logits,
         state.adjustments,
         state.sampling.stop_ids,
@@ -38,7 +35,19 @@ def accept_with_extras(
         tree.depth,
         state.length[:, None] + tree.depth + 1,
     )
-    accepted = accept(tree, adjusted, state, plan)
+
+
+def note(
+    logits: Float32[Array, "b t w"], state: SpecState, accepted: Accepted, plan: Plan
+) -> tuple[SpecState, Accepted]:
+    """Returns the state with the emitted tokens counted, and what was accepted with its
+    log-probabilities; both as they are without extras.
+
+    Args:
+      logits: of all nodes, as the target gave them.
+    """
+    if not plan.has_extras:
+        return state, accepted
     log_probs = log_probs_of(
         logits, accepted.path, accepted.tokens, state.sampling.tells_log_probs, plan.kernels
     )

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from k26jax.spec.accept import Accepted
+from k26jax.spec.accept import Accepted, accept
 from k26jax.spec.compact import compact
 from k26jax.spec.draft import draft
-from k26jax.spec.extras import accept_with_extras
+from k26jax.spec.extras import adjust_nodes, note
 from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
@@ -31,7 +31,8 @@ def step(models: Models, state: SpecState, plan: Plan) -> tuple[SpecState, Tree,
     with jax.named_scope("verify"):
         tree_logits = verify(models, tree, state, plan)
     with jax.named_scope("accept"):
-        state, accepted = accept_with_extras(tree, tree_logits.logits, state, plan)
+        accepted = accept(tree, adjust_nodes(tree, tree_logits.logits, state, plan), state, plan)
+        state, accepted = note(tree_logits.logits, state, accepted, plan)
     with jax.named_scope("compact"):
         state = compact(models, state, tree_logits.rows, accepted, plan.kernels)
     return state, tree, accepted
