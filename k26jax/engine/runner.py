@@ -16,6 +16,7 @@ from k26jax.engine.request import Request
 from k26jax.engine.rows import adjustments_row, host_array, sampling_row
 from k26jax.errors import RequestError
 from k26jax.model.parameters import Params, bind
+from k26jax.pallas.gpu import architecture
 from k26jax.spec.adjust import Adjustments
 from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.prefill import Chunk, prefill
@@ -177,6 +178,12 @@ class Runner:
             remaining=state.remaining.at[slot].set(max_tokens),
         )
 
+    def put(self, slot: int, token_ids: Sequence[int], *, start: int) -> None:
+        """Puts one chunk into a slot behind `start` tokens, for measurements."""
+        chunk = self._chunk(slot, token_ids, start, len(token_ids), None)
+        program = self._program(f"prefill_{len(token_ids)}")
+        self._state, _ = program(self._loaded.params, chunk, self.state)
+
     def program_text(self, name: str) -> str:
         """Returns the compiled program of a name, as text."""
         return self._program(name).as_text()
@@ -253,7 +260,10 @@ class Runner:
 
     def _prefill_program(self, all_logits: bool) -> Callable[..., Any]:
         def program(params: Params, chunk: Chunk, state: SpecState):
-            return prefill(self._models(params), chunk, state, all_logits=all_logits)
+            # Interpreted, a kernel takes many times as long, and here one of many rows.
+            kernels = self._loaded.plan.kernels if architecture() else "reference"
+            models = self._models(params)
+            return prefill(models, chunk, state, all_logits=all_logits, kernels=kernels)
 
         return program
 

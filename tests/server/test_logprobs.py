@@ -64,10 +64,10 @@ def streamed(server, call, **asked) -> list[dict]:
     return [json.loads(event)["choices"][0] for event in events_of(raw)]
 
 
-@settings(max_examples=15)
+@settings(max_examples=40)
 @given(
     cuts=st.lists(st.booleans(), min_size=1, max_size=9),
-    stop=st.sampled_from([None, "stop", "örl", "ht"]),
+    stop=st.sampled_from([None, "stop", "örl", "ht", "Hello"]),
     count=st.sampled_from([None, 0, 2, 3]),
 )
 def test_66_a_chat_tells_of_what_it_shows_however_tokens_come(server, cuts, stop, count):
@@ -94,10 +94,10 @@ def test_66_a_chat_tells_of_what_it_shows_however_tokens_come(server, cuts, stop
         assert (piece["logprobs"] is not None) == bool(is_text and "role" not in piece["delta"])
 
 
-@settings(max_examples=15)
+@settings(max_examples=40)
 @given(
     cuts=st.lists(st.booleans(), min_size=1, max_size=9),
-    stop=st.sampled_from([None, "stop", "örl", "lo w", "\n"]),
+    stop=st.sampled_from([None, "stop", "örl", "lo w", "\n", "Hello"]),
     count=st.sampled_from([0, 1, 3]),
 )
 def test_a_completion_tells_of_what_it_shows(server, cuts, stop, count):
