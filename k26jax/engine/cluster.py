@@ -54,10 +54,10 @@ class LeadingRunner(JoinedRunner):
         super().__init__(loaded, cluster)
         self._is_told = False
 
-    def warm_up_traces(self) -> None:
+    def warm_up_traces(self, *, has_extras: bool = False) -> None:
         """See `Runner`."""
-        with self._told("warm_up_traces"):
-            super().warm_up_traces()
+        with self._told("warm_up_traces", has_extras=has_extras):
+            super().warm_up_traces(has_extras=has_extras)
 
     def warm_up_extras(self, progress: Callable[[str], None] | None = None) -> None:
         """See `Runner`."""
@@ -65,7 +65,9 @@ class LeadingRunner(JoinedRunner):
             super().warm_up_extras(progress)
 
     def begin(self, slot: int, request: Request) -> None:
-        """See `Runner`."""
+        """See `Runner`; programs are compiled before, by a call that may take long."""
+        if request.has_extras and "extra_steps" not in self._compiled:
+            self.warm_up_extras()
         with self._told("begin", slot=slot, request=dataclasses.asdict(request)):
             super().begin(slot, request)
 

@@ -77,9 +77,9 @@ class Runner:
             self._program(name)
         self.restore()
 
-    def warm_up_traces(self) -> None:
-        """Compiles the program that also records trees."""
-        self._program("traced_steps")
+    def warm_up_traces(self, *, has_extras: bool = False) -> None:
+        """Compiles the program that also records trees, with or without extras."""
+        self._program("traced_extra_steps" if has_extras else "traced_steps")
 
     def warm_up_extras(self, progress: Callable[[str], None] | None = None) -> None:
         """Compiles the programs for requests that change logits or want log-probabilities.

@@ -103,17 +103,14 @@ def prefill(
     )
     _, stopped = cut_at_stop(first_token[None, None], jnp.ones(1, int), chunk.sampling.stop_ids)
     remaining = jnp.where(chunk.is_last & ~stopped[0], chunk.max_tokens - 1, 0)
-    slot = chunk.slot
     state = dataclasses.replace(
         state,
         cache=cache,
         draft_cache=draft_cache,
-        anchor=state.anchor.at[slot].set(first_token),
-        length=state.length.at[slot].set(position),
-        remaining=state.remaining.at[slot].set(remaining),
-        sampling=jax.tree.map(
-            lambda all_, one: all_.at[slot].set(one[0]), state.sampling, chunk.sampling
-        ),
+        anchor=state.anchor.at[chunk.slot].set(first_token),
+        length=state.length.at[chunk.slot].set(position),
+        remaining=state.remaining.at[chunk.slot].set(remaining),
+        sampling=state.sampling.with_slot(chunk.slot, chunk.sampling),
         adjustments=adjustments,
     )
     return state, Prefilled(first_token, whole_rows(logits, MODEL), log_probs)

@@ -62,6 +62,10 @@ class Sampling:
             tells_log_probs=jnp.zeros(slots, bool),
         )
 
+    def with_slot(self, slot: jax.Array, row: Self) -> Self:
+        """Returns all slots with those of one replaced, which are given as one row."""
+        return jax.tree.map(lambda all_, one: all_.at[slot].set(one[0]), self, row)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
