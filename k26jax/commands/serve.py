@@ -163,12 +163,15 @@ def _loader(prepared: Prepared, startup: Startup, service: Service, url: str) ->
 
     def load() -> LLM:
         llm = LLM.from_prepared(prepared, on_load=on_load, on_compile=on_compile)
+        # Compiled later they would make every running answer wait.
+        llm.engine.runner.warm_up_extras(on_compile)
         is_there = importlib.util.find_spec("llguidance") is not None
         if service.settings.shapes_answers and is_there and prepared.tokenizer is not None:
             llm.engine.runner.warm_up_guided(on_compile)
         if service.settings.draft_trees:
             on_compile("traced_steps")
             llm.engine.runner.warm_up_traces()
+            llm.engine.runner.warm_up_traces(has_extras=True)
         startup.ready(f"{service.name} on {url}")
         say(
             f"open {url} in a browser, or try:\n  curl {url}/v1/completions "

@@ -19,7 +19,13 @@ from k26jax.engine import arranging
 from k26jax.engine.compile_cache import keep_compiled_programs
 from k26jax.engine.memory import require_memory, tree_bytes
 from k26jax.engine.placement import Placement, place
-from k26jax.engine.request import Request, SamplingParams, make_request, token_ids_of
+from k26jax.engine.request import (
+    Request,
+    SamplingParams,
+    make_request,
+    spellings,
+    token_ids_of,
+)
 from k26jax.errors import CapacityError, KernelError, RequestError, TokenizerError
 from k26jax.model.drafter import Drafter
 from k26jax.model.parameters import Params, abstract, arrays
@@ -99,6 +105,7 @@ class Prepared:
             context_length=self.context_length,
             eos_ids=self.eos_ids,
             seed=seed,
+            bad_words=spellings(params.bad_words or (), self.encode),
         )
 
     def check_structure(self, structure: Structure, where: str = STRUCTURED) -> None:

@@ -10,17 +10,19 @@ import jax
 import numpy as np
 from jax.stages import Compiled
 
-from k26jax.config import MAX_STOP_IDS
 from k26jax.engine.guiding import Guiding
 from k26jax.engine.loading import Loaded
 from k26jax.engine.placement import places_of
-from k26jax.engine.request import Request, SamplingParams
+from k26jax.engine.request import Request
+from k26jax.engine.rows import adjustments_row, host_array, sampling_row
 from k26jax.errors import RequestError
 from k26jax.model.parameters import Params, bind
 from k26jax.pallas.gpu import architecture
+from k26jax.spec.adjust import Adjustments
 from k26jax.spec.guided import as_steps, blank_between, propose, settle
+from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.prefill import Chunk, prefill
-from k26jax.spec.state import Models, Sampling, SpecState, seed_words
+from k26jax.spec.state import Models, SpecState
 from k26jax.spec.step import Steps, run_steps
 from k26jax.spec.tree import Tree
 
@@ -55,6 +57,8 @@ class Runner:
         self._make_state = self._state_maker()
         self._state: SpecState | None = None
         self._prompts: dict[int, Iterator[Chunk]] = {}
+        self._with_extras: set[int] = set()  # slots whose requests ask for more than tokens
+        self._first_log_probs: dict[int, LogProbs] = {}
         self._is_closed = False
         self._guiding = Guiding(loaded.grammars, loaded.models.target.config.vocab_size)
 
@@ -77,9 +81,19 @@ class Runner:
             self._program(name)
         self.restore()
 
-    def warm_up_traces(self) -> None:
-        """Compiles the program that also records trees."""
-        self._program("traced_steps")
+    def warm_up_traces(self, *, has_extras: bool = False) -> None:
+        """Compiles the program that also records trees, with or without extras."""
+        self._program("traced_extra_steps" if has_extras else "traced_steps")
+
+    def warm_up_extras(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compiles the programs for requests that change logits or want log-probabilities.
+
+        Without this they are compiled when the first such request comes.
+        """
+        for name in ("extra_steps", "adjust"):
+            if progress:
+                progress(name)
+            self._program(name)
 
     def warm_up_guided(self, progress: Callable[[str], None] | None = None) -> None:
         """Compiles the two programs of a step in which a request follows a grammar.
@@ -105,6 +119,11 @@ class Runner:
             self.warm_up_guided()
         self._guiding.begin(slot, request)
         self._prompts[slot] = self._chunks(slot, request.prompt_token_ids, request)
+        if request.has_extras:
+            self._with_extras.add(slot)
+        if request.adjusts:
+            row = adjustments_row(request, self._loaded.models.target.config.vocab_size)
+            self._state = self._program("adjust")(self._state, np.int32(slot), row)
 
     def prefill_next(self, slot: int) -> int | None:
         """Puts the next chunk of a slot's prompt there; returns the first token after the last.
@@ -117,9 +136,18 @@ class Runner:
         if not chunk.is_last:
             return None
         del self._prompts[slot]
+        if slot in self._with_extras:
+            self._first_log_probs[slot] = jax.device_get(out.log_probs)
         first_token = int(np.asarray(out.first_token))
         self._guiding.advance(slot, [first_token])
         return first_token
+
+    def first_log_probs(self, slot: int) -> LogProbs:
+        """Returns the log-probabilities of the first token of a slot whose request asks for them.
+
+        They are there from the end of its prefill to its release.
+        """
+        return self._first_log_probs[slot]
 
     def run(self, limit: int, *, record_trees: bool = False) -> Steps:
         """Returns what up to `limit` steps emitted, on the host; one dispatch.
@@ -128,7 +156,8 @@ class Runner:
         """
         if self._guiding.is_needed:
             return self._run_guided(record_trees)
-        program = self._program("traced_steps" if record_trees else "steps")
+        kind = ("traced_" if record_trees else "") + ("extra_" if self._with_extras else "")
+        program = self._program(f"{kind}steps")
         self._state, steps = program(self._loaded.params, self._state, np.int32(limit))
         return jax.device_get(steps)
 
@@ -147,6 +176,8 @@ class Runner:
         """Makes a slot idle; after `close` there is none."""
         self._prompts.pop(slot, None)
         self._guiding.end(slot)
+        self._with_extras.discard(slot)
+        self._first_log_probs.pop(slot, None)
         if not self._is_closed:
             self.restore()
             self._state = self._program("release")(self._state, np.int32(slot))
@@ -165,6 +196,8 @@ class Runner:
         """Makes a state of idle slots in place of the one there is."""
         self._prompts.clear()
         self._guiding.clear()
+        self._with_extras.clear()
+        self._first_log_probs.clear()
         self._state = self._make_state()
 
     @property
@@ -236,10 +269,12 @@ class Runner:
             program = self._placed(self._prefill_program(kind == "logits"), 2)
             program = jax.jit(program, donate_argnums=2)
             return program.lower(params, chunk, state).compile(compile_options())
-        if name == "release":
+        if name in ("release", "adjust"):
             places = None if self._loaded.placement is None else places_of(state)
-            program = jax.jit(_release, donate_argnums=0, out_shardings=places)
-            return program.lower(state, np.int32(0)).compile()
+            slot, row = np.int32(0), jax.eval_shape(state.adjustments.of, np.int32(0))
+            function, more = (_release, ()) if name == "release" else (_adjust, (row,))
+            program = jax.jit(function, donate_argnums=0, out_shardings=places)
+            return program.lower(state, slot, *more).compile()
         if name in ("propose", "settle"):
             program = jax.jit(self._placed(self._guided_program(name), 2), donate_argnums=2)
             plan, vocab_size = self._loaded.plan, self._loaded.models.target.config.vocab_size
@@ -247,7 +282,8 @@ class Runner:
                 blank_between(self.slots, plan, vocab_size) if name == "settle" else np.int32(0)
             )
             return program.lower(params, between, state).compile(compile_options())
-        program = self._placed(self._steps_program(kind == "traced"), 1)
+        words = name.split("_")
+        program = self._placed(self._steps_program("traced" in words, "extra" in words), 1)
         program = jax.jit(program, donate_argnums=1)
         return program.lower(params, state, np.int32(1)).compile(compile_options())
 
@@ -276,13 +312,15 @@ class Runner:
 
         return program
 
-    def _steps_program(self, record_trees: bool) -> Callable[..., Any]:
+    def _steps_program(self, record_trees: bool, has_extras: bool) -> Callable[..., Any]:
+        plan = self._loaded.plan.with_extras() if has_extras else self._loaded.plan
+
         def program(params: Params, state: SpecState, limit: jax.Array):
             n_steps = self._loaded.config.steps_per_dispatch
             return run_steps(
                 self._models(params),
                 state,
-                self._loaded.plan,
+                plan,
                 n_steps,
                 limit=limit,
                 record_trees=record_trees,
@@ -291,7 +329,8 @@ class Runner:
         return program
 
     def _guided_program(self, name: str) -> Callable[..., Any]:
-        plan = self._loaded.plan
+        # With extras, which cost nothing where no slot asks: one program settles all steps.
+        plan = self._loaded.plan.with_extras()
 
         def propose_trees(params: Params, _: jax.Array, state: SpecState):
             return state, propose(self._models(params), state, plan)
@@ -325,14 +364,14 @@ class Runner:
         padded = np.zeros(size, np.int32)
         padded[: len(token_ids)] = token_ids
         return Chunk(
-            token_ids=_host(padded, np.int32),
-            count=_host(len(token_ids), np.int32),
-            start=_host(start, np.int32),
-            slot=_host(slot, np.int32),
-            is_last=_host(request is not None and rest <= size, np.bool_),
-            max_tokens=_host(request.max_tokens if request else 0, np.int32),
-            sampling=_sampling_row(request),
-            allowed=_host(self._guiding.first_mask(slot), np.uint32),
+            token_ids=host_array(padded, np.int32),
+            count=host_array(len(token_ids), np.int32),
+            start=host_array(start, np.int32),
+            slot=host_array(slot, np.int32),
+            is_last=host_array(request is not None and rest <= size, np.bool_),
+            max_tokens=host_array(request.max_tokens if request else 0, np.int32),
+            sampling=sampling_row(request),
+            allowed=host_array(self._guiding.first_mask(slot), np.uint32),
         )
 
 
@@ -342,24 +381,12 @@ def compile_options() -> dict[str, Any]:
 
 
 def _release(state: SpecState, slot: jax.Array) -> SpecState:
-    return dataclasses.replace(state, remaining=state.remaining.at[slot].set(0))
-
-
-def _host(value: Any, dtype: Any) -> Any:
-    """Returns a host array; a compiled program takes it where its records name device arrays."""
-    return np.asarray(value, dtype)
-
-
-def _sampling_row(request: Request | None) -> Sampling:
-    stop_ids = np.full((1, MAX_STOP_IDS), -1, np.int32)
-    params = request.params if request else SamplingParams(temperature=0)
-    if request:
-        stop_ids[0, : len(request.stop_ids)] = request.stop_ids
-    return Sampling(
-        temperature=_host([params.temperature], np.float32),
-        top_k=_host([max(params.top_k, 0)], np.int32),
-        top_p=_host([params.top_p], np.float32),
-        min_p=_host([params.min_p], np.float32),
-        seed=_host(seed_words(request.seed if request else 0)[None], np.uint32),
-        stop_ids=_host(stop_ids, np.int32),
+    return dataclasses.replace(
+        state,
+        remaining=state.remaining.at[slot].set(0),
+        adjustments=state.adjustments.without(slot),
     )
+
+
+def _adjust(state: SpecState, slot: jax.Array, row: Adjustments) -> SpecState:
+    return dataclasses.replace(state, adjustments=state.adjustments.with_slot(slot, row))

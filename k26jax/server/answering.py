@@ -13,6 +13,7 @@ from k26jax.llm import LLM
 from k26jax.server.choices import ChatChoice, Choice, TextChoice
 from k26jax.server.errors import api_error, invalid
 from k26jax.server.fields import CHAT, COMPLETION, HONOURED
+from k26jax.server.logprobs import TokenLogprobs
 from k26jax.server.protocol import Asked, ChatBody, CompletionBody
 from k26jax.server.settings import ServerSettings
 from k26jax.text.answer import ChatAnswer
@@ -51,7 +52,7 @@ def plan_chat(llm: LLM, body: ChatBody, settings: ServerSettings) -> Planned:
     tokenizer = llm.engine.loaded.tokenizer
     assert tokenizer is not None, "a chat's prompt was made with the tokenizer"
     choices = [
-        ChatChoice(index, ChatAnswer(tokenizer, prompt, **reading(request)))
+        ChatChoice(index, ChatAnswer(tokenizer, prompt, **reading(request)), _told(llm, params))
         for index, request in enumerate(requests)
     ]
     return Planned(requests, list(choices), 1)
@@ -93,7 +94,10 @@ def plan_completion(llm: LLM, body: CompletionBody, settings: ServerSettings) ->
         echo = ""
         if body.echo:
             echo = replace_surrogates(prompt) if isinstance(prompt, str) else decode(llm, ids)
-        choices += [TextChoice(len(choices) + i, len(ids), echo) for i in range(len(found))]
+        choices += [
+            TextChoice(len(choices) + i, len(ids), echo, _told(llm, params))
+            for i in range(len(found))
+        ]
         requests += found
     return Planned(requests, choices, len(prompts))
 
@@ -127,6 +131,20 @@ def _requests(llm: LLM, ids: list[int], params: SamplingParams) -> list[Request]
             "max_tokens"
         )
     return llm.requests(ids, params)
+
+
+def _told(llm: LLM, params: SamplingParams) -> TokenLogprobs | None:
+    """Returns what collects the log-probabilities of a sequence, if they are asked for.
+
+    Raises: ApiError for a model without a tokenizer.
+    """
+    if params.logprobs is None:
+        return None
+    tokenizer = llm.engine.loaded.tokenizer
+    if tokenizer is None:
+        message = "logprobs are told by the tokens' text, and this model has no tokenizer"
+        raise invalid(message, "unsupported_model", param="logprobs")
+    return TokenLogprobs(tokenizer, params.logprobs)
 
 
 def _check_structure(llm: LLM, body: Asked, params: SamplingParams) -> None:

@@ -14,6 +14,7 @@ from jaxtyping import Array, UInt32
 from k26jax.spec.accept import Accepted, accept
 from k26jax.spec.compact import compact
 from k26jax.spec.draft import draft
+from k26jax.spec.extras import adjust_nodes, note
 from k26jax.spec.masks import all_allowed, mask_logits
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
@@ -46,8 +47,9 @@ def settle(
     with jax.named_scope("verify"):
         tree_logits = verify(models, tree, state, plan)
     with jax.named_scope("accept"):
-        logits = mask_logits(tree_logits.logits, allowed)
-        accepted = accept(tree, logits, state, plan)
+        logits = adjust_nodes(tree, tree_logits.logits, state, plan)
+        accepted = accept(tree, mask_logits(logits, allowed), state, plan)
+        state, accepted = note(tree_logits.logits, state, accepted, plan)
     with jax.named_scope("compact"):
         state = compact(models, state, tree_logits.rows, accepted, plan.kernels)
     return state, accepted
@@ -75,4 +77,5 @@ def as_steps(accepted: Accepted, trees: Tree | None) -> Steps:
         accepted_len=accepted.accepted_len,
         trees=trees,
         paths=None if trees is None else accepted.path,
+        log_probs=accepted.log_probs,
     )

@@ -10,6 +10,8 @@ from jaxtyping import Array, Int32
 from k26jax.spec.accept import Accepted, accept
 from k26jax.spec.compact import compact
 from k26jax.spec.draft import draft
+from k26jax.spec.extras import adjust_nodes, note
+from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
 from k26jax.spec.tree import Tree
@@ -29,7 +31,8 @@ def step(models: Models, state: SpecState, plan: Plan) -> tuple[SpecState, Tree,
     with jax.named_scope("verify"):
         tree_logits = verify(models, tree, state, plan)
     with jax.named_scope("accept"):
-        accepted = accept(tree, tree_logits.logits, state, plan)
+        accepted = accept(tree, adjust_nodes(tree, tree_logits.logits, state, plan), state, plan)
+        state, accepted = note(tree_logits.logits, state, accepted, plan)
     with jax.named_scope("compact"):
         state = compact(models, state, tree_logits.rows, accepted, plan.kernels)
     return state, tree, accepted
@@ -41,6 +44,7 @@ class Steps(NamedTuple):
     n_run: steps that were run.
     tokens, emitted_len, accepted_len: as in `Accepted`.
     trees, paths: the trees tried and the accepted nodes, if recorded.
+    log_probs: as in `Accepted`.
     """
 
     n_run: Int32[Array, ""]
@@ -49,6 +53,7 @@ class Steps(NamedTuple):
     accepted_len: Int32[Array, "step b"]
     trees: Tree | None
     paths: Int32[Array, "step b path"] | None
+    log_probs: LogProbs | None = None
 
 
 def run_steps(
@@ -71,7 +76,8 @@ def run_steps(
     def one(state: SpecState) -> tuple[SpecState, tuple]:
         state, tree, accepted = step(models, state, plan)
         record = (accepted.tokens, accepted.emitted_len, accepted.accepted_len)
-        return state, record + ((tree, accepted.path) if record_trees else (None, None))
+        record += (tree, accepted.path) if record_trees else (None, None)
+        return state, (*record, accepted.log_probs)
 
     def body(carry: tuple) -> tuple:
         done, state, records = carry

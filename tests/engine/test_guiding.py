@@ -133,6 +133,23 @@ def test_several_sequences_each_have_their_place(llm, small_pair):
     assert {only.finish_reason for only in output.outputs} == {"stop"}
 
 
+def test_biases_and_log_probabilities_go_with_a_shape(llm, small_pair):
+    half = small_pair.letters[::2]
+    favoured, foreign = small_pair.encode(half[3])[0], small_pair.encode(small_pair.letters[1])[0]
+    params = SamplingParams(
+        temperature=0, structured_outputs={"regex": f"[{half}]{{6}}"}, logprobs=1,
+        logit_bias={favoured: 60.0, foreign: 100.0},
+    )  # fmt: skip
+    (found,) = llm.generate(small_pair.letters[:4], params)[0].outputs
+    assert found.text == half[3] * 6
+    assert [next(iter(told)) for told in found.logprobs] == found.token_ids
+    # They are the target's own: what the grammar forbids may be likelier.
+    assert max(next(iter(told.values())).rank for told in found.logprobs) > 1
+    for name, value in (("min_tokens", 2), ("bad_words", ["a"])):
+        with pytest.raises(RequestError, match=f"{name} does not go with structured_outputs"):
+            SamplingParams(structured_outputs={"regex": "a"}, **{name: value})
+
+
 def test_what_cannot_be_is_refused_before_it_runs(llm):
     params = SamplingParams(structured_outputs={"regex": "("})
     assert "structured_outputs: " in llm.generate("a", params)[0].error

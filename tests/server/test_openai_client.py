@@ -20,6 +20,7 @@ CHECKPOINTS = REPOSITORY / "checkpoints"
 PROMPTS = ["import os\n" * 20, "class Node:\n", "def main():\n", "for i in range(10):\n    x"]
 GREEDY = {"temperature": 0, "max_tokens": 24}
 MESSAGES = [{"role": "user", "content": "Write a sort."}]
+BEYOND_OPENAI = ("repetition_penalty", "bad_words", "min_tokens")
 EMPTY = {"type": "object", "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": EMPTY}}
 
@@ -50,7 +51,22 @@ def alone(llm) -> dict:
 
 
 @pytest.fixture(scope="module")
-def server(llm, alone):
+def penalized(llm, alone) -> list:
+    """What requests ask for, and the text that `LLM.generate` gives."""
+    found = []
+    for more in (
+        {"frequency_penalty": 0.7, "presence_penalty": 0.5},
+        {"repetition_penalty": 1.2, "bad_words": ["import"]},
+        {"logit_bias": {"5": 3, "17": -100}, "min_tokens": 20},
+    ):
+        params = SamplingParams(**GREEDY, **more)
+        found.append((more, llm.generate(PROMPTS[:1], params)[0].outputs[0].text))
+    assert all(text != alone["greedy"][0] for _, text in found[:2])
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(llm, alone, penalized):
     with served(llm, api_keys=("key",)) as server:
         yield server
         server.wait_idle()
@@ -149,6 +165,39 @@ def test_the_client_s_own_reader_of_streams(client):
     assert stop not in final.choices[0].message.content
 
 
+def test_logprobs(client, alone):
+    """Both routes, whole and streamed; the target's own, so penalties do not change their sum."""
+    asked = {"model": NAME, "prompt": PROMPTS[0], **GREEDY}
+    choice = client.completions.create(logprobs=2, **asked).choices[0]
+    assert choice.text == alone["greedy"][0]
+    told = choice.logprobs
+    assert "".join(told.tokens) == choice.text
+    for offset, token in zip(told.text_offset, told.tokens, strict=True):
+        assert choice.text[offset:].startswith(token)
+    for token, value, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert value == max(top.values()) == top[token]  # greedy
+    more = {"extra_body": {"chat_template_kwargs": {"thinking": False}}} | GREEDY
+    asked = {"model": NAME, "messages": MESSAGES, "logprobs": True, "top_logprobs": 3, **more}
+    whole = client.chat.completions.create(**asked).choices[0]
+    content = whole.logprobs.content
+    raw = b"".join(bytes(item.bytes) for item in content)
+    assert raw.decode() == whole.message.content
+    assert all(item.top_logprobs[0].logprob == item.logprob for item in content)
+    assert all(len(item.top_logprobs) == 3 for item in content)
+    chunks = client.chat.completions.create(stream=True, **asked)
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [item for part in parts if part for item in part.content or []] == content
+
+
+def test_penalties_and_biases_are_those_of_generate(client, penalized):
+    for more, text in penalized:
+        body = {name: more.pop(name) for name in list(more) if name in BEYOND_OPENAI}
+        found = client.completions.create(
+            model=NAME, prompt=PROMPTS[0], extra_body=body, **GREEDY, **more
+        )
+        assert found.choices[0].text == text
+
+
 def test_tools_and_stop(client, alone):
     found = client.chat.completions.create(
         model=NAME, messages=MESSAGES, tools=[TOOL], tool_choice="none", **GREEDY
@@ -232,8 +281,8 @@ def test_errors_are_the_client_s_own(server, client):
 
     with pytest.raises(openai.NotFoundError, match="served: tiny"):
         ask(model="gpt-4")
-    with pytest.raises(openai.BadRequestError, match="log-probabilities") as caught:
-        ask(logprobs=2)
+    with pytest.raises(openai.BadRequestError, match="not there") as caught:
+        ask(logprobs=2, echo=True)
     assert caught.value.code == "unsupported_parameter"
     with pytest.raises(openai.BadRequestError, match="600") as caught:
         ask(max_tokens=600)

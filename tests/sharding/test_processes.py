@@ -25,7 +25,9 @@ TIMEOUT = 5  # seconds of silence that end a run here
 ASKS = [
     {"prompt": [1, 2, 3, 11], "temperature": 0, "max_tokens": 16, "ignore_eos": True},
     {"prompt": list(range(2, 40)), "temperature": 0.8, "top_p": 0.9, "seed": 3, "max_tokens": 12},
-    {"prompt": [3], "temperature": 1.1, "seed": 4, "max_tokens": 12},
+    # What it asks for besides is told as JSON, whose names are strings.
+    {"prompt": [3], "temperature": 1.1, "seed": 4, "max_tokens": 12}
+    | {"frequency_penalty": 0.5, "logit_bias": {"5": 2.0}, "logprobs": 1},
 ]
 
 
