@@ -194,6 +194,10 @@ class Routes:
             raise invalid("send rid, the id of an answer or its x-request-id, or abort_all: true")
         return JSONResponse({"aborted": self._service.abort(body.rid)})
 
+    async def flush(self, request: Request) -> Response:
+        """POST /flush_cache: empties the prefix cache; what it says in its body is not read."""
+        return JSONResponse({"flushed_tokens": await asyncio.to_thread(self._service.flush)})
+
     async def _json(self, request: Request) -> dict[str, Any]:
         return parse_json(await read_body(request, self._service.settings.max_body_bytes))
 
@@ -225,6 +229,7 @@ def create_app(service: Service) -> Door:
         ("/tokenize", "POST", routes.tokenize),
         ("/detokenize", "POST", routes.detokenize),
         ("/abort_request", "POST", routes.abort),
+        ("/flush_cache", "POST", routes.flush),
     ):
         schema = schemas.get(handler)
         extra = None if schema is None else _body_schema(schema)

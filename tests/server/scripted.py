@@ -46,6 +46,7 @@ class ScriptedRunner:
         self.calls: list[tuple[str, int]] = []
         self.pace = 0.0
         self.error: Exception | None = None
+        self.pages = None
         self._left: dict[int, deque[list[int]]] = {}
         self._stops: dict[int, int] = {}
         self._prompts: dict[int, deque[int | None]] = {}
@@ -73,6 +74,12 @@ class ScriptedRunner:
         if first is not None:
             del self._prompts[slot]
         return first
+
+    def cached_tokens(self, slot: int) -> int:
+        return 0
+
+    def flush(self) -> int:
+        return 0
 
     def run(self, limit: int, *, record_trees: bool = False) -> Any:
         self.calls.append(("run", limit))
