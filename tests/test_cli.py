@@ -125,10 +125,27 @@ def test_every_field_has_its_variable():
     add_engine_options(parser)
     args = parser.parse_args([])
     environment = {f"K26JAX_{item.name.upper()}": "7" for item in fields(EngineConfig)}
+    environment["K26JAX_ENABLE_PREFIX_CACHING"] = "on"
     found = engine_options(args, environment)
     assert found.keys() == {item.name for item in fields(EngineConfig)}
     assert found["steps_per_dispatch"] == 7
     assert found["speculative_draft_model_path"] == "7"
+    assert found["enable_prefix_caching"] is True
+    with pytest.raises(k26jax.errors.RequestError, match=r"ENABLE_PREFIX_CACHING = '7': .* on"):
+        engine_options(args, environment | {"K26JAX_ENABLE_PREFIX_CACHING": "7"})
+
+
+def test_a_switch_is_a_flag_and_its_opposite():
+    parser = Parser()
+    add_engine_options(parser, enable_prefix_caching=True)
+    for argv, environment, expected in (
+        ([], {}, True),
+        ([], {"K26JAX_ENABLE_PREFIX_CACHING": "off"}, False),
+        (["--no-enable-prefix-caching"], {"K26JAX_ENABLE_PREFIX_CACHING": "1"}, False),
+        (["--enable-prefix-caching"], {"K26JAX_ENABLE_PREFIX_CACHING": "0"}, True),
+    ):
+        args = parser.parse_args(["--model", "m", *argv])
+        assert engine_options(args, environment)["enable_prefix_caching"] is expected
 
 
 def test_a_command_may_have_its_own_default():

@@ -217,8 +217,8 @@ class Scheduler:
         with self._changed:
             if self._running or self._waiting:
                 raise BusyError(
-                    f"{self.running} sequences run and {self.waiting} wait; the prefix cache is "
-                    "flushed while nothing does: end them (/abort_request) or try again later"
+                    f"sequences run ({self.running}) or wait ({self.waiting}); the prefix cache is "
+                    "flushed while none does: end them (/abort_request) or try again later"
                 )
             if not self.is_open:
                 raise NotServingError("the server is starting or stopping; try again later")
