@@ -158,7 +158,7 @@ def switch(text: str) -> bool:
     Raises: ArgumentTypeError if the text is none.
     """
     if text.lower() not in _SWITCHES:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected one of {', '.join(_SWITCHES)}")
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(_SWITCHES)}")
     return _SWITCHES[text.lower()]
 
 

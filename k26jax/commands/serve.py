@@ -80,15 +80,19 @@ def add(commands: Any) -> None:
         group.add_argument(
             flag, choices=choices, default=default, help=f"{text} (default: {default})"
         )
+    _add_engine_options(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser, max_running_requests=_RUNNING, enable_prefix_caching=True)
-    group.add_argument(
+    parser.add_argument(
         "--disable-radix-cache",
         dest="enable_prefix_caching",
         action="store_false",
         default=None,
         help="the same as --no-enable-prefix-caching",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
