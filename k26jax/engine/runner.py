@@ -174,6 +174,12 @@ class Runner:
             remaining=state.remaining.at[slot].set(max_tokens),
         )
 
+    def put(self, slot: int, token_ids: Sequence[int], *, start: int) -> None:
+        """Puts one chunk into a slot behind `start` tokens, for measurements."""
+        chunk = self._chunk(slot, token_ids, start, len(token_ids), None)
+        program = self._program(f"prefill_{len(token_ids)}")
+        self._state, _ = program(self._loaded.params, chunk, self.state)
+
     def program_text(self, name: str) -> str:
         """Returns the compiled program of a name, as text."""
         return self._program(name).as_text()
