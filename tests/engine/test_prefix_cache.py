@@ -205,6 +205,13 @@ def test_ctrl_c_in_a_program_loses_no_page_and_keeps_no_wrong_one(pair, name):
     assert check_same(pair, ids) == 2 * PAGE
 
 
+def kept_in(runner: Runner) -> list:
+    """Pages with their tokens and the pages before them, from least to most recently used."""
+    assert runner.pages is not None
+    nodes = runner.pages._kept.values()
+    return [(node.page, node.key, node.parent and node.parent.page) for node in nodes]
+
+
 def test_the_other_processes_of_a_run_keep_the_same_pages(pair):
     """What process 0 tells is enough: the same calls on another runner leave the same pages."""
     calls = []
@@ -234,10 +241,7 @@ def test_the_other_processes_of_a_run_keep_the_same_pages(pair):
     leader.prefill(0, pair.warm.request(ids, params()))
     for name, arguments in calls:
         _CALLS[name](follower, **arguments)
-    kept = [
-        [(page, node.key, node.parent.page) for page, node in runner.pages._kept.items()]
-        for runner in (leader, follower)
-    ]
+    kept = [kept_in(runner) for runner in (leader, follower)]
     assert kept[0] == kept[1]
     assert len(kept[0]) == 2
     both = [jax.tree.leaves(jax.device_get(runner.state)) for runner in (leader, follower)]
