@@ -18,6 +18,7 @@ from k26jax.engine.prefix_cache import PROGRAMS, PrefixCache
 from k26jax.engine.request import Request, SamplingParams
 from k26jax.errors import RequestError
 from k26jax.model.parameters import Params, bind
+from k26jax.pallas.gpu import architecture
 from k26jax.spec.prefill import Chunk, prefill
 from k26jax.spec.state import Models, Sampling, SpecState, seed_words
 from k26jax.spec.step import Steps, run_steps
@@ -258,7 +259,10 @@ class Runner:
 
     def _prefill_program(self, all_logits: bool) -> Callable[..., Any]:
         def program(params: Params, chunk: Chunk, state: SpecState):
-            return prefill(self._models(params), chunk, state, all_logits=all_logits)
+            # Interpreted, a kernel takes many times as long, and here one of many rows.
+            kernels = self._loaded.plan.kernels if architecture() else "reference"
+            models = self._models(params)
+            return prefill(models, chunk, state, all_logits=all_logits, kernels=kernels)
 
         return program
 
