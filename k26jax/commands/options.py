@@ -18,6 +18,8 @@ from k26jax.errors import ConfigError, RequestError, nearest
 ENVIRONMENT_PREFIX = "K26JAX_"
 MEASURED_ALGORITHMS = ("NONE", "DDTREE")
 _DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
+_TOKENS = ("context_length", "prefix_cache_tokens")
+_SWITCHES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 # Field, type, metavar, help.
 _SAMPLING = (
     ("temperature", float, "T", "0: greedy"),
@@ -46,15 +48,21 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None
             shown = " (required)"
         elif default is not None:
             shown = f" (default: {default})"
+        reader = _readers()[item.name]
+        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if reader is not switch:
+            kind = {
+                "type": reader,
+                "choices": item.metadata.get("choices"),
+                "metavar": item.name.rpartition("_")[2].upper(),
+            }
         group.add_argument(
             "--" + item.name.replace("_", "-"),
             *item.metadata.get("aliases", []),
             dest=item.name,
-            type=_readers()[item.name],
-            choices=item.metadata.get("choices"),
             default=None,
-            metavar=item.name.rpartition("_")[2].upper(),
             help=(item.metadata["help"] + shown).replace("%", "%%"),
+            **kind,
         )
 
 
@@ -166,6 +174,16 @@ def tokens(text: str) -> int:
     return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
 
 
+def switch(text: str) -> bool:
+    """Returns what a word for on or off means.
+
+    Raises: ArgumentTypeError if the text is none.
+    """
+    if text.lower() not in _SWITCHES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(_SWITCHES)}")
+    return _SWITCHES[text.lower()]
+
+
 def _variable(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
@@ -174,8 +192,8 @@ def _readers() -> dict[str, Callable[[str], Any]]:
     """Returns, by field of EngineConfig, what turns text into its value."""
     readers: dict[str, Callable[[str], Any]] = {}
     for name, hint in typing.get_type_hints(EngineConfig).items():
-        kinds = set(typing.get_args(hint) or (hint,)) - {type(None)}
-        readers[name] = tokens if name == "context_length" else int if kinds == {int} else str
+        (kind,) = set(typing.get_args(hint) or (hint,)) - {type(None)}
+        readers[name] = tokens if name in _TOKENS else switch if kind is bool else kind
     return readers
 
 

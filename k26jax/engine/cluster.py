@@ -83,6 +83,11 @@ class LeadingRunner(JoinedRunner):
         with self._told("prefill_next", slot=slot):
             return super().prefill_next(slot)
 
+    def flush(self) -> int:
+        """See `Runner`."""
+        with self._told("flush"):
+            return super().flush()
+
     def run(self, limit: int, *, record_trees: bool = False) -> Steps:
         """See `Runner`."""
         with self._told("run", limit=limit, record_trees=record_trees):
@@ -150,6 +155,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "warm_up_guided": Runner.warm_up_guided,
     "begin": _begin,
     "prefill_next": Runner.prefill_next,
+    "flush": Runner.flush,
     "run": Runner.run,
     "release": Runner.release,
     "logits": Runner.logits,

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import numpy as np
 
+from k26jax.engine.loading import Loaded
 from k26jax.engine.request import Request
 from k26jax.errors import RequestError
+from k26jax.model.parameters import Params
+from k26jax.spec.guided import as_steps, blank_between, propose, settle
 from k26jax.spec.masks import all_allowed
+from k26jax.spec.state import Models, SpecState
+from k26jax.spec.step import Steps
 from k26jax.spec.tree import Tree
 from k26jax.text.grammar import Grammars, Guide
+
+GUIDED = ("propose", "settle")
 
 
 class Guiding:
@@ -81,11 +92,46 @@ class Guiding:
         if slot in self._guides:
             self._guides[slot].advance(token_ids)
 
-    def advance_all(self, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Moves all slots on by what a step emitted.
+    def step(
+        self,
+        program: Callable[[str], Callable[..., Any]],
+        params: Params,
+        state: SpecState,
+        *,
+        record_trees: bool,
+    ) -> tuple[SpecState, Steps]:
+        """Returns the state one step on and what the step emitted, on the host; two dispatches.
 
         Args:
-            tokens, counts: by slot, as `Accepted` has them.
+            program: gives the compiled program of a name.
         """
+        state, trees = program("propose")(params, np.int32(0), state)
+        # From the host: so they go to all devices of a mesh alike.
+        trees = jax.device_get(trees)
+        state, accepted = program("settle")(params, (trees, self.masks(trees)), state)
+        accepted = jax.device_get(accepted)
         for slot in self._guides:
-            self.advance(slot, tokens[slot, : counts[slot]].tolist())
+            self.advance(slot, accepted.tokens[slot, : accepted.emitted_len[slot]].tolist())
+        return state, as_steps(accepted, trees if record_trees else None)
+
+
+def guided_program(
+    name: str, loaded: Loaded, models_of: Callable[[Params], Models]
+) -> tuple[Callable[..., Any], Any]:
+    """Returns one of the two programs of a step, function(params, between, state), and what stands
+    for what is between them.
+
+    With extras, which cost nothing where no slot asks: one program settles all steps.
+    """
+    plan, config = loaded.plan.with_extras(), loaded.config
+
+    def propose_trees(params: Params, _: jax.Array, state: SpecState):
+        return state, propose(models_of(params), state, plan)
+
+    def settle_trees(params: Params, between: tuple[Tree, jax.Array], state: SpecState):
+        return settle(models_of(params), state, *between, plan)
+
+    if name == "propose":
+        return propose_trees, np.int32(0)
+    vocab_size = loaded.models.target.config.vocab_size
+    return settle_trees, blank_between(config.max_running_requests, plan, vocab_size)

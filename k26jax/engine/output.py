@@ -37,6 +37,7 @@ class RequestMetrics:
     target_forwards: decoding passes through the target; the prefill, which gives the first token,
         is not counted.
     accept_lengths: nodes accepted by each of them, the root included, limits aside.
+    cached_tokens: prompt tokens taken from the prefix cache instead of run.
     """
 
     ttft_seconds: float = 0.0
@@ -44,6 +45,7 @@ class RequestMetrics:
     generated_tokens: int = 0
     target_forwards: int = 0
     accept_lengths: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -89,6 +91,7 @@ class CompletionOutput:
             "usage": {
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": len(self.token_ids),
+                "prompt_tokens_details": {"cached_tokens": self.metrics.cached_tokens},
             },
             "metrics": {
                 "accept_length": self.metrics.accept_length,
@@ -111,16 +114,17 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The result for one prompt; `error` says why if there is none.
-
-    cached_tokens: prompt tokens taken from the prefix cache.
-    """
+    """The result for one prompt; `error` says why if there is none."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     error: str | None = None
-    cached_tokens: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the first sequence took from the prefix cache."""
+        return self.metrics.cached_tokens
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -133,6 +137,7 @@ class StreamChunk:
     """What one step added: text that is final, its tokens, and the end if it came.
 
     output: the whole sequence, in the last chunk only.
+    cached_tokens: prompt tokens taken from the prefix cache, in every chunk.
     traces: trees of the steps behind this chunk, if asked for.
     logprobs: of token_ids, as in `CompletionOutput`.
     shown: for the tokens that begin in this text: their position in the output, and their first
@@ -143,6 +148,7 @@ class StreamChunk:
     token_ids: list[int]
     finish_reason: str | None = None
     output: CompletionOutput | None = None
+    cached_tokens: int = 0
     traces: list[StepTrace] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     shown: list[tuple[int, int]] = field(default_factory=list)

@@ -10,21 +10,21 @@ import jax
 import numpy as np
 from jax.stages import Compiled
 
-from k26jax.engine.guiding import Guiding
+from k26jax.engine.guiding import GUIDED, Guiding, guided_program
 from k26jax.engine.loading import Loaded
+from k26jax.engine.page_tree import PageTree
 from k26jax.engine.placement import places_of
+from k26jax.engine.prefix_cache import PROGRAMS, PrefixCache
 from k26jax.engine.request import Request
 from k26jax.engine.rows import adjustments_row, host_array, sampling_row
 from k26jax.errors import RequestError
 from k26jax.model.parameters import Params, bind
 from k26jax.pallas.gpu import architecture
 from k26jax.spec.adjust import Adjustments
-from k26jax.spec.guided import as_steps, blank_between, propose, settle
 from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.prefill import Chunk, prefill
 from k26jax.spec.state import Models, SpecState
 from k26jax.spec.step import Steps, run_steps
-from k26jax.spec.tree import Tree
 
 SHUT_DOWN = "this LLM was shut down; make a new one"
 _SMALL_CHUNK = 32
@@ -50,7 +50,7 @@ class Runner:
         self._loaded = loaded
         self._compiled: dict[str, Callable[..., Any]] = {}
         config = loaded.config
-        largest = min(config.chunked_prefill_size, loaded.context_length)
+        largest = loaded.page_tokens
         self.chunk_sizes = sorted({min(_SMALL_CHUNK, largest), largest})
         self.slots = config.max_running_requests
         self._shapes = loaded.state_shapes()
@@ -59,13 +59,16 @@ class Runner:
         self._prompts: dict[int, Iterator[Chunk]] = {}
         self._with_extras: set[int] = set()  # slots whose requests ask for more than tokens
         self._first_log_probs: dict[int, LogProbs] = {}
+        self._prefixes = PrefixCache(loaded, self._program) if loaded.prefix_pages else None
+        self._cached: dict[int, int] = {}
         self._is_closed = False
         self._guiding = Guiding(loaded.grammars, loaded.models.target.config.vocab_size)
 
     @property
     def programs(self) -> list[str]:
         """Names of the programs that plain generation needs."""
-        return [f"prefill_{size}" for size in self.chunk_sizes] + ["steps", "release"]
+        pages = [] if self._prefixes is None else PROGRAMS
+        return [f"prefill_{size}" for size in self.chunk_sizes] + ["steps", "release", *pages]
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
         """Compiles all programs that generation needs, and then makes the slots' state.
@@ -101,7 +104,7 @@ class Runner:
         Args:
           progress: as `warm_up` calls it.
         """
-        for name in ("propose", "settle"):
+        for name in GUIDED:
             if progress:
                 progress(name)
             self._program(name)
@@ -118,7 +121,7 @@ class Runner:
         if request.params.structured_outputs is not None:
             self.warm_up_guided()
         self._guiding.begin(slot, request)
-        self._prompts[slot] = self._chunks(slot, request.prompt_token_ids, request)
+        self._prompts[slot] = self._chunks_not_kept(slot, request)
         if request.has_extras:
             self._with_extras.add(slot)
         if request.adjusts:
@@ -133,11 +136,15 @@ class Runner:
         chunk = next(self._prompts[slot])
         size = chunk.token_ids.shape[0]
         self._state, out = self._program(f"prefill_{size}")(self._loaded.params, chunk, self._state)
+        if self._prefixes is not None:
+            self._prefixes.keep(self.state, slot, chunk)
         if not chunk.is_last:
             return None
         del self._prompts[slot]
         if slot in self._with_extras:
             self._first_log_probs[slot] = jax.device_get(out.log_probs)
+        if self._prefixes is not None:
+            self._prefixes.release(slot)
         first_token = int(np.asarray(out.first_token))
         self._guiding.advance(slot, [first_token])
         return first_token
@@ -149,28 +156,34 @@ class Runner:
         """
         return self._first_log_probs[slot]
 
+    def cached_tokens(self, slot: int) -> int:
+        """Returns how many tokens of a slot's prompt came from the prefix cache."""
+        return self._cached.get(slot, 0)
+
+    @property
+    def pages(self) -> PageTree | None:
+        """What the prefix cache holds; None without one."""
+        return self._prefixes and self._prefixes.tree
+
+    def flush(self) -> int:
+        """Returns how many tokens the prefix cache held; it is empty now. No slot may be busy."""
+        pages = self.pages
+        return 0 if pages is None else pages.clear() * pages.page_tokens
+
     def run(self, limit: int, *, record_trees: bool = False) -> Steps:
         """Returns what up to `limit` steps emitted, on the host; one dispatch.
 
         Where a slot follows a grammar it is one step, in two: the host makes the masks in between.
         """
         if self._guiding.is_needed:
-            return self._run_guided(record_trees)
+            self._state, steps = self._guiding.step(
+                self._program, self._loaded.params, self.state, record_trees=record_trees
+            )
+            return steps
         kind = ("traced_" if record_trees else "") + ("extra_" if self._with_extras else "")
         program = self._program(f"{kind}steps")
         self._state, steps = program(self._loaded.params, self._state, np.int32(limit))
         return jax.device_get(steps)
-
-    def _run_guided(self, record_trees: bool) -> Steps:
-        self._state, tree = self._program("propose")(self._loaded.params, np.int32(0), self._state)
-        shown = jax.device_get(tree)
-        masks = self._guiding.masks(shown)
-        self._state, accepted = self._program("settle")(
-            self._loaded.params, (shown, masks), self._state
-        )
-        accepted = jax.device_get(accepted)
-        self._guiding.advance_all(accepted.tokens, accepted.emitted_len)
-        return as_steps(accepted, shown if record_trees else None)
 
     def release(self, slot: int) -> None:
         """Makes a slot idle; after `close` there is none."""
@@ -178,6 +191,9 @@ class Runner:
         self._guiding.end(slot)
         self._with_extras.discard(slot)
         self._first_log_probs.pop(slot, None)
+        self._cached.pop(slot, None)
+        if self._prefixes is not None:
+            self._prefixes.release(slot)
         if not self._is_closed:
             self.restore()
             self._state = self._program("release")(self._state, np.int32(slot))
@@ -189,15 +205,19 @@ class Runner:
         """
         if self._is_closed:
             raise RequestError(SHUT_DOWN)
-        if self._state is None or any(x.is_deleted() for x in jax.tree.leaves(self._state)):
+        is_lost = self._state is None or any(x.is_deleted() for x in jax.tree.leaves(self._state))
+        if is_lost or (self._prefixes is not None and self._prefixes.is_lost):
             self.reset()
 
     def reset(self) -> None:
-        """Makes a state of idle slots in place of the one there is."""
+        """Makes a state of idle slots in place of the one there is; no prefix is kept."""
         self._prompts.clear()
         self._guiding.clear()
         self._with_extras.clear()
         self._first_log_probs.clear()
+        self._cached.clear()
+        if self._prefixes is not None:
+            self._prefixes.reset()
         self._state = self._make_state()
 
     @property
@@ -244,6 +264,8 @@ class Runner:
         """Frees the state and the programs."""
         self._compiled.clear()
         self._state = None
+        if self._prefixes is not None:
+            self._prefixes.close()
         self._is_closed = True
 
     def _program(self, name: str) -> Callable[..., Any]:
@@ -262,6 +284,9 @@ class Runner:
         self._loaded.require_memory(has_cache=self._state is not None, program=scratch)
 
     def _compile(self, name: str) -> Compiled:
+        if name in PROGRAMS:
+            assert self._prefixes is not None
+            return self._prefixes.compile(name)
         kind, _, size = name.partition("_")
         params, state = self._loaded.params, self._shapes
         if kind in ("prefill", "logits"):
@@ -275,12 +300,9 @@ class Runner:
             function, more = (_release, ()) if name == "release" else (_adjust, (row,))
             program = jax.jit(function, donate_argnums=0, out_shardings=places)
             return program.lower(state, slot, *more).compile()
-        if name in ("propose", "settle"):
-            program = jax.jit(self._placed(self._guided_program(name), 2), donate_argnums=2)
-            plan, vocab_size = self._loaded.plan, self._loaded.models.target.config.vocab_size
-            between = (
-                blank_between(self.slots, plan, vocab_size) if name == "settle" else np.int32(0)
-            )
+        if name in GUIDED:
+            program, between = guided_program(name, self._loaded, self._models)
+            program = jax.jit(self._placed(program, 2), donate_argnums=2)
             return program.lower(params, between, state).compile(compile_options())
         words = name.split("_")
         program = self._placed(self._steps_program("traced" in words, "extra" in words), 1)
@@ -328,24 +350,22 @@ class Runner:
 
         return program
 
-    def _guided_program(self, name: str) -> Callable[..., Any]:
-        # With extras, which cost nothing where no slot asks: one program settles all steps.
-        plan = self._loaded.plan.with_extras()
+    def _chunks_not_kept(self, slot: int, request: Request) -> Iterator[Chunk]:
+        """Yields the chunks behind what the prefix cache holds, which is then in the slot.
 
-        def propose_trees(params: Params, _: jax.Array, state: SpecState):
-            return state, propose(self._models(params), state, plan)
-
-        def settle_trees(params: Params, between: tuple[Tree, jax.Array], state: SpecState):
-            return settle(self._models(params), state, *between, plan)
-
-        return propose_trees if name == "propose" else settle_trees
+        It is looked up with the first chunk: prompts that end in the meantime are kept by then.
+        """
+        start, token_ids = 0, request.prompt_token_ids
+        if self._prefixes is not None:
+            self._state, start = self._prefixes.take(self.state, slot, token_ids)
+        self._cached[slot] = start
+        yield from self._chunks(slot, token_ids, request, start)
 
     def _chunks(
-        self, slot: int, token_ids: Sequence[int], request: Request | None
+        self, slot: int, token_ids: Sequence[int], request: Request | None, start: int = 0
     ) -> Iterator[Chunk]:
         """Yields the prompt's chunks: large ones, and a small one for a short rest."""
         small, large = self.chunk_sizes[0], self.chunk_sizes[-1]
-        start = 0
         while start < len(token_ids):
             rest = len(token_ids) - start
             size = small if rest <= small else large

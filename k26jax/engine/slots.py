@@ -60,6 +60,7 @@ class _Running:
             token_ids=taken,
             finish_reason=self.transcript.finish_reason,
             output=self._output(),
+            cached_tokens=self.metrics.cached_tokens,
             traces=traces,
             logprobs=told,
             shown=self.transcript.shown,
@@ -125,6 +126,7 @@ class Slots:
         if first_token is None:
             return None
         self._prompts.popleft()
+        self._running[slot].metrics.cached_tokens = self._runner.cached_tokens(slot)
         logprobs = []
         if self._running[slot].tells_logprobs:
             found = self._runner.first_log_probs(slot)
@@ -175,6 +177,16 @@ class Slots:
             self._runner.release(slot)
         self._running.clear()
         self._prompts.clear()
+
+    def flush(self) -> int:
+        """Returns how many tokens the prefix cache held before; all slots must be free."""
+        return self._runner.flush()
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless every slot and every page of the prefix cache is free."""
+        assert not self._running, f"idle with {len(self._running)} slots in use"
+        if (pages := self._runner.pages) is not None:
+            pages.check_idle()
 
     def _logprobs(
         self, slot: int, token_ids: list[int], rows: Sequence[Any]

@@ -22,7 +22,8 @@ SEEDED = {"temperature": 1.3, "seed": 11, "max_tokens": 24, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def llm(small_pair, compile_cache):
-    with LLM(**small_pair.options) as llm:
+    pages = {"enable_prefix_caching": True, "prefix_cache_tokens": 96}
+    with LLM(**small_pair.options | pages) as llm:
         yield llm
 
 
@@ -187,3 +188,15 @@ def test_what_json_cannot_hold_is_told_as_the_lowest():
     for value in (-np.inf, np.nan, -20000.0):
         found = read_logprobs((1, value, 2, [4, 1], [-0.5, value]), 2, None)
         assert found == {1: Logprob(LOWEST, 2, None), 4: Logprob(-0.5, 1, None)}
+
+
+def test_a_prompt_from_the_prefix_cache_counts_for_the_repetition_penalty(llm, small_pair):
+    """What is in the prompt is told by the request, not by what is computed of it."""
+    prompt = (small_pair.letters * 40)[:40]
+    params = SamplingParams(temperature=0, repetition_penalty=2.5, max_tokens=12, logprobs=0)
+    results = [llm.generate(prompt, params)[0] for _ in range(2)]
+    one, other = (result.outputs[0] for result in results)
+    assert [result.cached_tokens > 0 for result in results] == [False, True]
+    assert one.token_ids == other.token_ids
+    bare = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
+    assert bare.token_ids != one.token_ids

@@ -47,6 +47,7 @@ class ScriptedRunner:
         self.calls: list[tuple[str, int]] = []
         self.pace = 0.0
         self.error: Exception | None = None
+        self.pages = None
         self.traced: list[bool] = []
         self._roots: dict[int, int] = {}
         self._left: dict[int, deque[list[int]]] = {}
@@ -83,6 +84,12 @@ class ScriptedRunner:
 
     def first_log_probs(self, slot: int) -> list[np.ndarray]:
         return [np.asarray(part)[None, None] for part in told_of(0, self._first)]
+
+    def cached_tokens(self, slot: int) -> int:
+        return 0
+
+    def flush(self) -> int:
+        return 0
 
     def run(self, limit: int, *, record_trees: bool = False) -> Any:
         self.calls.append(("run", limit))
