@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.stages import Compiled
 
+from k26jax.engine.compile_options import compile_options
 from k26jax.engine.guiding import GUIDED, Guiding, guided_program
 from k26jax.engine.loading import Loaded
 from k26jax.engine.page_tree import PageTree
@@ -28,16 +29,6 @@ from k26jax.spec.step import Steps, run_steps
 
 SHUT_DOWN = "this LLM was shut down; make a new one"
 _SMALL_CHUNK = 32
-
-
-# Left to itself XLA skips a rounding between operations it fuses, so a prefill that also gives the
-# drafter its features would leave other bits in the cache than one that does not.
-_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
-# On a GPU XLA picks its products by timing them, so two starts could pick two orders of a sum.
-_GPU_OPTIONS: dict[str, Any] = {
-    "xla_gpu_autotune_level": "0",
-    "xla_gpu_enable_triton_gemm": False,
-}
 
 
 class Runner:
@@ -393,11 +384,6 @@ class Runner:
             sampling=sampling_row(request),
             allowed=host_array(self._guiding.first_mask(slot), np.uint32),
         )
-
-
-def compile_options() -> dict[str, Any]:
-    """Returns what XLA is told for every program that computes rows of the models."""
-    return _OPTIONS | (_GPU_OPTIONS if jax.default_backend() == "gpu" else {})
 
 
 def _release(state: SpecState, slot: jax.Array) -> SpecState:
