@@ -153,8 +153,13 @@ def _readers() -> dict[str, Callable[[str], Any]]:
     readers: dict[str, Callable[[str], Any]] = {}
     for name, hint in typing.get_type_hints(EngineConfig).items():
         kinds = set(typing.get_args(hint) or (hint,)) - {type(None)}
-        readers[name] = tokens if name == "context_length" else int if kinds == {int} else str
+        kind = {frozenset((int,)): int, frozenset((int, str)): _number_or_word}
+        readers[name] = tokens if name == "context_length" else kind.get(frozenset(kinds), str)
     return readers
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if re.fullmatch("-?[0-9]{1,12}", text) else text
 
 
 def widths_of(text: str) -> tuple[int, ...]:

@@ -226,6 +226,8 @@ class Service:
             "waiting": scheduler.waiting,
             "counts": dataclasses.asdict(scheduler.counts),
             "accept_lengths": self.metrics.accept_lengths(),
+            "rows": self.metrics.rows(),
+            "step_costs": loaded.costs and self.llm.step_costs,
         }
 
     def warn_without_chat(self) -> None:

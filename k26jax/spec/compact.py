@@ -23,18 +23,28 @@ def compact(
 
     Donates: both caches of `state`, where the caller is jitted with it donated.
     """
-    slots = jnp.arange(state.anchor.shape[0])
-    taken = Rows(
+    return commit_accepted(models, state, path_rows(rows, accepted), accepted, kernels)
+
+
+def path_rows(rows: Rows, accepted: Accepted) -> Rows:
+    """Returns the rows of the accepted path, in order; its padding takes the root's."""
+    return Rows(
         hidden=_take(rows.hidden, accepted.path),
         c_kv=_take(rows.c_kv, accepted.path[None]),
         k_pe=_take(rows.k_pe, accepted.path[None]),
         features=_take(rows.features, accepted.path),
     )
+
+
+def commit_accepted(
+    models: Models, state: SpecState, taken: Rows, accepted: Accepted, kernels: str = "reference"
+) -> SpecState:
+    """Returns the state with `path_rows` committed, as far as they are emitted; see `compact`."""
     cache, draft_cache = commit(
         models,
         state,
         taken,
-        slots=slots,
+        slots=jnp.arange(state.anchor.shape[0]),
         start=state.length,
         count=accepted.emitted_len,
         kernels=kernels,
