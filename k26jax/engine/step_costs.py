@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 _NEVER_MS = 1e30
 _FOLDER = "step_costs"
-# Rounds of measuring: the least of each choice counts, so what else runs here does less harm.
-_ROUNDS = 4
+# Rounds of measuring: the least of each choice counts, so what else runs here does less harm. The
+# later ones are left out on a machine so slow that they would hold up the start.
+_ROUNDS, _FEWEST, _SECONDS = 8, 3, 6.0
 _PROMPT = 32
 # Longer contexts than this have a second point: attention grows with the context, by rows.
 _FAR = 8192
@@ -124,7 +125,7 @@ def read_costs(path: str, widths: Sequence[int]) -> CostTable:
 def settle_costs(runner: Runner, loaded: Loaded) -> CostTable:
     """Returns the costs that a runner goes by from now on: the file's, else kept, else measured.
 
-    Cost: measured, about eight steps for each choice, four times over.
+    Cost: measured, one dispatch for each choice, three to eight times over.
     """
     costs = loaded.costs
     assert costs is not None
@@ -164,7 +165,10 @@ def measure(runner: Runner, loaded: Loaded) -> CostTable:
 def _seconds(runner: Runner, unknown: CostTable, begin: Callable[[int], None]) -> np.ndarray:
     """Returns the seconds of a step for each choice, after `begin` has made every slot busy."""
     least = np.full(len(unknown.widths) + 1, np.inf)
-    for _, choice in itertools.product(range(_ROUNDS), range(len(least))):
+    begun = time.perf_counter()
+    for turn, choice in itertools.product(range(_ROUNDS), range(len(least))):
+        if turn >= _FEWEST and time.perf_counter() - begun > _SECONDS:
+            break
         runner.set_costs(unknown.only(choice))
         for slot in range(runner.slots):
             begin(slot)
@@ -193,7 +197,8 @@ def _kept_file(loaded: Loaded) -> Path | None:
     config, models, device = loaded.config, loaded.models, jax.devices()[0]
     drafter = models.drafter and models.drafter.config
     what = {
-        "device": f"{device.platform} {device.device_kind} x {jax.device_count()}, {os.cpu_count()}",
+        "device": f"{device.platform} {device.device_kind} x {jax.device_count()}",
+        "processors": os.cpu_count(),
         "models": f"{models.target.config} {drafter}",
         "plan": str(loaded.plan),
         "engine": f"{loaded.dtype} {loaded.context_length} {config.max_running_requests} "

@@ -1,7 +1,5 @@
 """The decoding step under an automatic budget: the same stages, around a choice of their size."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
@@ -10,10 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32
 
-from k26jax.model.target import Rows
 from k26jax.spec.accept import Accepted, accept
 from k26jax.spec.auto_width import choose_width, learn, promised_nodes, step_costs, wants_draft
-from k26jax.spec.compact import commit_accepted, path_rows
+from k26jax.spec.compact import PathRows, commit_accepted, path_rows
 from k26jax.spec.draft import draft
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
@@ -71,11 +68,12 @@ def _undrafted(plan: Plan, state: SpecState) -> tuple[Tree, Float32[Array, "b wi
 
 def _tried(
     models: Models, plan: Plan, width: int, tree: Tree, state: SpecState
-) -> tuple[Accepted, Rows]:
+) -> tuple[Accepted, PathRows]:
     """Returns what is accepted of a tree's first rows, and the path's rows, both as long as
     those of the largest tree."""
     plan, depth = plan.of_width(width), plan.depth
-    tree = _first_rows(tree, width)
+    tree = jax.tree.map(lambda x: x[:, :width], tree)
+    tree = replace(tree, ancestors=tree.ancestors[..., : -(-width // 32)])
     with jax.named_scope("verify"):
         logits, rows = verify(models, tree, state, plan)
     with jax.named_scope("accept"):
@@ -84,11 +82,4 @@ def _tried(
     accepted = accepted._replace(
         path=jnp.pad(accepted.path, padding), tokens=jnp.pad(accepted.tokens, padding)
     )
-    # Nothing reads the hidden states, which would have to leave the branch.
-    return accepted, path_rows(replace(rows, hidden=rows.hidden[..., :0]), accepted)
-
-
-def _first_rows(tree: Tree, width: int) -> Tree:
-    """Returns the tree of the first rows, of one tree a slot."""
-    first = jax.tree.map(lambda x: x[:, :width], tree)
-    return replace(first, ancestors=first.ancestors[..., : -(-width // 32)])
+    return accepted, path_rows(rows, accepted)

@@ -7,20 +7,19 @@ by the share of what was promised that came; that the best tree depends on the m
 width is from Sequoia (arXiv 2402.12374). Both choose once for all steps, here each step chooses.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float32, Int32
 
 from k26jax.spec.tree import Tree, ancestor_mask
 
 # Of both sums of nodes this share is forgotten with every draft; until enough have come, so many
 # nodes count as having come as promised.
-_FORGOTTEN = 1 / 64
+_FORGOTTEN = 1 / 32
 _TRUSTED_NODES = 8.0
 # Weight of the newest draft in the running gain, and plain steps until a draft is tried again.
 _NEWEST = 1 / 8
@@ -56,12 +55,18 @@ class AutoWidth:
     rows: Int32[Array, ""]
 
     @classmethod
-    def of(cls, contexts: jax.Array, milliseconds: jax.Array) -> Self:
+    def of(cls, contexts: ArrayLike, milliseconds: ArrayLike) -> Self:
         """Returns the record before any step; the first one drafts."""
-        zero, none = jnp.float32(0), jnp.int32(0)
-        contexts = jnp.asarray(contexts, jnp.float32)
-        milliseconds = jnp.asarray(milliseconds, jnp.float32)
-        return cls(contexts, milliseconds, zero, zero, jnp.float32(1), none, none)
+        # An array each: a buffer cannot be donated twice.
+        return cls(
+            contexts=jnp.array(contexts, jnp.float32),
+            milliseconds=jnp.array(milliseconds, jnp.float32),
+            promised=jnp.zeros((), jnp.float32),
+            accepted=jnp.zeros((), jnp.float32),
+            gain=jnp.ones((), jnp.float32),
+            waited=jnp.zeros((), jnp.int32),
+            rows=jnp.zeros((), jnp.int32),
+        )
 
 
 class Choice(NamedTuple):

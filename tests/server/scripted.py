@@ -88,7 +88,12 @@ class ScriptedRunner:
             for slot, run in step.items():
                 tokens[number, slot, : len(run)], counts[number, slot] = run, len(run)
         return SimpleNamespace(
-            n_run=limit, tokens=tokens, emitted_len=counts, accepted_len=counts, rows=None, trees=None
+            n_run=limit,
+            tokens=tokens,
+            emitted_len=counts,
+            accepted_len=counts,
+            rows=None,
+            trees=None,
         )
 
     def release(self, slot: int) -> None:

@@ -1,0 +1,158 @@
+"""What steps cost: tables on disk, measuring and remembering, and an LLM that goes by them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from k26jax import LLM, SamplingParams
+from k26jax.config import EngineConfig
+from k26jax.engine import step_costs
+from k26jax.engine.loading import prepare
+from k26jax.engine.step_costs import CostTable, read_costs
+from k26jax.errors import ConfigError
+
+WIDTHS = (1, 2, 6)
+TABLE = {
+    "contexts": [16, 48],
+    "milliseconds": {"plain": [1, 1.5], "1": [2, 2.5], "2": [3, 3.5], "6": [4, 5.5]},
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1, max_tokens=24, ignore_eos=True, seed=7)
+
+
+def options(small_pair, **more) -> dict:
+    auto = {"speculative_ddtree_budget": "auto", "speculative_ddtree_widths": "2,6"}
+    return small_pair.options | auto | {"max_running_requests": 1} | more
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Writes a table and returns its path."""
+
+    def write(record) -> str:
+        path = tmp_path / "costs.json"
+        path.write_text(record if isinstance(record, str) else json.dumps(record))
+        return str(path)
+
+    return write
+
+
+def test_a_table_is_what_its_file_says(table):
+    costs = read_costs(table(TABLE), WIDTHS)
+    assert costs.milliseconds == ((1, 2, 3, 4), (1.5, 2.5, 3.5, 5.5))
+    assert CostTable.from_record(costs.record(), WIDTHS, "again") == costs
+    fewer = read_costs(table(TABLE), (1, 6))
+    assert fewer.milliseconds == ((1, 2, 4), (1.5, 2.5, 5.5))
+    assert fewer.only(2).milliseconds == ((1e30, 1e30, 1),) * 2
+    assert CostTable(**json.loads(json.dumps(dataclasses.asdict(costs)))).record() == costs.record()
+
+
+@pytest.mark.parametrize(
+    ("record", "mentions"),
+    [
+        ("{", ["cannot be read"]),
+        ({"contexts": [1]}, ["is no table of step costs", "milliseconds", '"plain": [4.1]']),
+        (TABLE | {"milliseconds": {"plain": [1, 1], "2": [1, 1]}}, ["no milliseconds of 1, 6"]),
+        (TABLE | {"contexts": [48, 16]}, ["contexts are [48.0, 16.0], expected ascending"]),
+        (TABLE | {"contexts": [1]}, ["milliseconds of plain are [1.0, 1.5]", "1 contexts"]),
+        (
+            TABLE | {"milliseconds": TABLE["milliseconds"] | {"2": [0, 1]}},
+            ["milliseconds of 2 are [0.0, 1.0]", "positive"],
+        ),
+    ],
+    ids=["no JSON", "no times", "no width", "order", "number", "zero"],
+)
+def test_what_is_no_table_is_refused_by_name(table, record, mentions):
+    path = table(record)
+    with pytest.raises(ConfigError) as caught:
+        read_costs(path, WIDTHS)
+    for mention in [path, *mentions]:
+        assert mention in str(caught.value)
+
+
+def test_a_bad_table_is_refused_before_weights_are_read(small_pair, table):
+    path = table({"contexts": []})
+    with pytest.raises(ConfigError, match="no table"):
+        prepare(EngineConfig(**options(small_pair, speculative_cost_table=path)))
+
+
+def test_costs_decide_and_tokens_stay(small_pair, compile_cache, table, monkeypatch):
+    """One start measures and keeps, the next remembers; a table overrides; all decode alike."""
+    prompt = small_pair.letters[:5]
+    with LLM(**options(small_pair)) as llm:
+        measured = llm.step_costs
+        assert list(measured["milliseconds"]) == ["plain", "1", "2", "6"]
+        assert (np.array(list(measured["milliseconds"].values())) > 0).all()
+        expected = [_ids(llm, prompt, params) for params in (GREEDY, SEEDED)]
+        with llm.without_drafter() as plain:
+            assert plain.step_costs is None
+            assert [_ids(plain, prompt, params) for params in (GREEDY, SEEDED)] == expected
+            assert not plain.generate(prompt, GREEDY)[0].metrics.rows
+
+    def refuse(*_):
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(step_costs, "measure", refuse)
+    with LLM(**options(small_pair)) as llm:
+        assert llm.step_costs == measured
+        llm.engine.runner.reset()
+        assert llm.step_costs == measured
+    for cheap, rows in (("plain", 1), ("6", 6), ("2", 2)):
+        prices = {name: [1 if name == cheap else 99] for name in ("plain", "1", "2", "6")}
+        record = {"contexts": [0], "milliseconds": prices}
+        with LLM(**options(small_pair, speculative_cost_table=table(record))) as llm:
+            outputs = [llm.generate(prompt, params)[0].outputs[0] for params in (GREEDY, SEEDED)]
+            assert [output.token_ids for output in outputs] == expected
+            for metrics in (output.metrics for output in outputs):
+                assert sum(metrics.rows.values()) == metrics.target_forwards
+                assert max(metrics.rows, key=lambda n: metrics.rows[n]) == rows
+            found = outputs[0].record(5)["metrics"]["rows"]
+            assert found == {str(n): count for n, count in outputs[0].metrics.rows.items()}
+            trace = [t for c in llm.stream(prompt, GREEDY, trace=True) for t in c.traces]
+            assert all(len(step.token_ids) <= rows for step in trace[1:] if cheap != "plain")
+
+
+def _ids(llm: LLM, prompt: str, params: SamplingParams) -> list[int]:
+    return llm.generate(prompt, params)[0].outputs[0].token_ids
+
+
+class _Clock:
+    """Stands for a runner whose steps take as long as a table says, in made-up seconds."""
+
+    def __init__(self, seconds):
+        self.now, self.seconds, self.slots, self.length = 0.0, seconds, 2, 0
+
+    def set_costs(self, costs):
+        self.choice = int(np.argmin(costs.milliseconds[0]))
+
+    def prefill(self, slot, request):
+        self.length = len(request.prompt_token_ids)
+
+    def occupy(self, slot, *, length, max_tokens):
+        self.length = length
+
+    def release(self, slot):
+        pass
+
+    def run(self, limit):
+        self.now += 8 * (self.seconds[self.choice] + 1e-6 * self.length * (1 + self.choice))
+        return type("Steps", (), {"n_run": np.int32(8)})
+
+
+def test_far_contexts_have_a_point_of_their_own(small_pair, monkeypatch):
+    """Attention there is what it adds over an empty cache: the steps' time but not the prompt's."""
+    prepared = prepare(EngineConfig(**options(small_pair)))
+    clock = _Clock([1e-3, 2e-3, 3e-3, 4e-3])
+    monkeypatch.setattr(step_costs.time, "perf_counter", lambda: clock.now)
+    near = step_costs.measure(clock, prepared)
+    assert near.contexts == (32.0,)
+    roomy = dataclasses.replace(prepared, context_length=16384)
+    far = step_costs.measure(clock, roomy)
+    assert far.contexts == (32.0, 16384 - 8 * (prepared.plan.depth + 1) - 1)
+    assert far.milliseconds[0] == pytest.approx([1.032, 2.064, 3.096, 4.128])
+    grown = np.array([1, 2, 3, 4]) * 1e-3 * far.contexts[1]
+    assert far.milliseconds[1] == pytest.approx(np.array([1, 2, 3, 4]) + grown)
