@@ -12,7 +12,7 @@ from k26jax import LLM, SamplingParams
 from k26jax.config import EngineConfig
 from k26jax.engine import step_costs
 from k26jax.engine.loading import prepare
-from k26jax.engine.step_costs import CostTable, read_costs
+from k26jax.engine.step_costs import CostTable, read_costs, settle_costs
 from k26jax.errors import ConfigError
 
 WIDTHS = (1, 2, 6)
@@ -25,7 +25,7 @@ SEEDED = SamplingParams(temperature=1, max_tokens=24, ignore_eos=True, seed=7)
 
 
 def options(small_pair, **more) -> dict:
-    auto = {"speculative_ddtree_budget": "auto", "speculative_ddtree_widths": "2,6"}
+    auto = {"speculative_ddtree_budget": "auto", "speculative_ddtree_widths": "6"}
     return small_pair.options | auto | {"max_running_requests": 1} | more
 
 
@@ -81,43 +81,48 @@ def test_a_bad_table_is_refused_before_weights_are_read(small_pair, table):
 
 
 def test_costs_decide_and_tokens_stay(small_pair, compile_cache, table, monkeypatch):
-    """One start measures and keeps, the next remembers; a table overrides; all decode alike."""
+    """The first start measures and keeps, the next remembers; a table overrides both."""
     prompt = small_pair.letters[:5]
     with LLM(**options(small_pair)) as llm:
         measured = llm.step_costs
-        assert list(measured["milliseconds"]) == ["plain", "1", "2", "6"]
+        assert list(measured["milliseconds"]) == ["plain", "1", "6"]
         assert (np.array(list(measured["milliseconds"].values())) > 0).all()
-        expected = [_ids(llm, prompt, params) for params in (GREEDY, SEEDED)]
+        llm.engine.runner.reset()
+        assert llm.step_costs == measured
         with llm.without_drafter() as plain:
             assert plain.step_costs is None
-            assert [_ids(plain, prompt, params) for params in (GREEDY, SEEDED)] == expected
-            assert not plain.generate(prompt, GREEDY)[0].metrics.rows
+            expected = [_run(plain, prompt, params) for params in (GREEDY, SEEDED)]
+        assert not any(output.metrics.rows for output in expected)
+        for cheap, rows in (("plain", 1), ("6", 6)):
+            prices = {name: [1 if name == cheap else 99] for name in ("plain", "1", "6")}
+            costs = read_costs(table({"contexts": [0], "milliseconds": prices}), (1, 6))
+            llm.engine.runner.set_costs(costs)
+            for params, plain_output in zip((GREEDY, SEEDED), expected, strict=True):
+                output = _run(llm, prompt, params)
+                assert output.token_ids == plain_output.token_ids
+                counts = output.metrics.rows
+                assert sum(counts.values()) == output.metrics.target_forwards
+                assert max(counts, key=lambda n: counts[n]) == rows
+                found = output.record(5)["metrics"]["rows"]
+                assert found == {str(n): count for n, count in counts.items()}
 
     def refuse(*_):
         raise AssertionError("measured again")
 
     monkeypatch.setattr(step_costs, "measure", refuse)
-    with LLM(**options(small_pair)) as llm:
-        assert llm.step_costs == measured
-        llm.engine.runner.reset()
-        assert llm.step_costs == measured
-    for cheap, rows in (("plain", 1), ("6", 6), ("2", 2)):
-        prices = {name: [1 if name == cheap else 99] for name in ("plain", "1", "2", "6")}
-        record = {"contexts": [0], "milliseconds": prices}
-        with LLM(**options(small_pair, speculative_cost_table=table(record))) as llm:
-            outputs = [llm.generate(prompt, params)[0].outputs[0] for params in (GREEDY, SEEDED)]
-            assert [output.token_ids for output in outputs] == expected
-            for metrics in (output.metrics for output in outputs):
-                assert sum(metrics.rows.values()) == metrics.target_forwards
-                assert max(metrics.rows, key=lambda n: metrics.rows[n]) == rows
-            found = outputs[0].record(5)["metrics"]["rows"]
-            assert found == {str(n): count for n, count in outputs[0].metrics.rows.items()}
-            trace = [t for c in llm.stream(prompt, GREEDY, trace=True) for t in c.traces]
-            assert all(len(step.token_ids) <= rows for step in trace[1:] if cheap != "plain")
+    prepared = prepare(EngineConfig(**options(small_pair)))
+    assert settle_costs(_Clock([]), prepared).record() == measured
+    overridden = options(small_pair, speculative_cost_table=table(TABLE))
+    costs = settle_costs(_Clock([]), prepare(EngineConfig(**overridden)))
+    assert costs.record() == TABLE | {"milliseconds": _without_2(TABLE["milliseconds"])}
 
 
-def _ids(llm: LLM, prompt: str, params: SamplingParams) -> list[int]:
-    return llm.generate(prompt, params)[0].outputs[0].token_ids
+def _run(llm: LLM, prompt: str, params: SamplingParams):
+    return llm.generate(prompt, params)[0].outputs[0]
+
+
+def _without_2(milliseconds):
+    return {name: times for name, times in milliseconds.items() if name != "2"}
 
 
 class _Clock:
@@ -146,13 +151,13 @@ class _Clock:
 def test_far_contexts_have_a_point_of_their_own(small_pair, monkeypatch):
     """Attention there is what it adds over an empty cache: the steps' time but not the prompt's."""
     prepared = prepare(EngineConfig(**options(small_pair)))
-    clock = _Clock([1e-3, 2e-3, 3e-3, 4e-3])
+    clock = _Clock([1e-3, 2e-3, 3e-3])
     monkeypatch.setattr(step_costs.time, "perf_counter", lambda: clock.now)
     near = step_costs.measure(clock, prepared)
     assert near.contexts == (32.0,)
     roomy = dataclasses.replace(prepared, context_length=16384)
     far = step_costs.measure(clock, roomy)
     assert far.contexts == (32.0, 16384 - 8 * (prepared.plan.depth + 1) - 1)
-    assert far.milliseconds[0] == pytest.approx([1.032, 2.064, 3.096, 4.128])
-    grown = np.array([1, 2, 3, 4]) * 1e-3 * far.contexts[1]
-    assert far.milliseconds[1] == pytest.approx(np.array([1, 2, 3, 4]) + grown)
+    assert far.milliseconds[0] == pytest.approx([1.032, 2.064, 3.096])
+    grown = np.array([1, 2, 3]) * 1e-3 * far.contexts[1]
+    assert far.milliseconds[1] == pytest.approx(np.array([1, 2, 3]) + grown)

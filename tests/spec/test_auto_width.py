@@ -211,7 +211,7 @@ def test_costs_between_and_beyond_the_contexts():
 
 
 def test_what_came_of_promises_puts_the_next_ones_right():
-    """A drafter that promises 2.5 times what comes is believed less than half, and not asked once nothing comes."""
+    """Of a drafter that promises 2.5 times what comes half is believed; soon it is not asked."""
     auto = auto_of(1, 1.2, 1.5, 3)
     promised, costs = [[0, 2.5, 6.0]], step_costs(auto_of(1, 1.2, 1.5, 3), jnp.int32(0))
     assert int(_choice(auto, promised, [40]).rows) == 4
