@@ -108,7 +108,7 @@ class Prepared:
             slots=self.config.max_running_requests,
             capacity=self.context_length,
             dtype=self.dtype,
-            auto=self.costs and AutoWidth.of(self.costs.contexts, self.costs.milliseconds),
+            auto=self.costs and AutoWidth.of(*self.costs.arrays),
         )
 
     def require_memory(self, *, has_cache: bool = False, **needs: int) -> None:

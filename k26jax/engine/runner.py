@@ -214,7 +214,7 @@ class Runner:
     def _small_arguments(self, name: str) -> list[Any]:
         if name == "costs":
             assert self._costs is not None
-            return [_host(x, np.float32) for x in (self._costs.contexts, self._costs.milliseconds)]
+            return list(self._costs.arrays)
         return [np.int32(0)] * (3 if name == "occupy" else 1)
 
     def _state_maker(self) -> Callable[[], SpecState]:

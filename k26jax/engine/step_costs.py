@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from k26jax.engine.compile_cache import folder_in_use
 from k26jax.engine.request import Request, SamplingParams
 from k26jax.errors import ConfigError
 
@@ -94,6 +95,11 @@ class CostTable:
                 )
         rows = np.stack(columns, axis=1).tolist()
         return cls(tuple(widths), tuple(contexts.tolist()), tuple(map(tuple, rows)))
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Contexts and milliseconds, as the device takes them."""
+        return np.asarray(self.contexts, np.float32), np.asarray(self.milliseconds, np.float32)
 
     def record(self) -> dict[str, Any]:
         """Returns what a file holds: `from_record`'s counterpart."""
@@ -191,7 +197,7 @@ def _prefill(runner: Runner, loaded: Loaded, slot: int) -> None:
 
 def _kept_file(loaded: Loaded) -> Path | None:
     """Returns where the costs of this engine on this machine are kept; None: nowhere."""
-    folder = jax.config.jax_compilation_cache_dir
+    folder = folder_in_use()
     if folder is None:
         return None
     config, models, device = loaded.config, loaded.models, jax.devices()[0]
