@@ -10,8 +10,10 @@ import argparse
 import sys
 import time
 
+import jax
+
 from k26jax.bench.compile_only import Compiler, Kernel, Program, compiler, target_mesh
-from k26jax.bench.programs import Candidate, kernel_programs, plain_step
+from k26jax.bench.programs import Candidate, kernel_programs, plain_step, prompt_chunk
 from k26jax.bench.targets import GPUS, Gpu, gpu
 from k26jax.errors import K26Error
 from k26jax.pallas.tiles import TILES
@@ -28,7 +30,9 @@ def main() -> int:
     """Returns 1 if a program does not compile or passes a limit."""
     parser = argparse.ArgumentParser(description="Compiles every program for GPUs.")
     parser.add_argument("--gpu", nargs="+", default=list(GPUS), metavar="NAME", help=str([*GPUS]))
-    parser.add_argument("--kernel", nargs="+", metavar="NAME", help="only these; step: the step")
+    parser.add_argument(
+        "--kernel", nargs="+", metavar="NAME", help="only these; step, prefill: the programs"
+    )
     args = parser.parse_args()
     faults: list[str] = []
     with compiler() as tool:
@@ -53,6 +57,8 @@ def check(tool: Compiler, target: Gpu, only: list[str] | None) -> list[str]:
                 faults += _kernel_faults(target, candidate, program)
     if only is None or "step" in only:
         faults += _check_step(tool, target)
+    if only is None or "prefill" in only:
+        faults += _check_prefill(tool, target)
     return faults
 
 
@@ -129,6 +135,27 @@ def _check_step(tool: Compiler, target: Gpu) -> list[str]:
     if a_layer > MOST_KERNELS_A_LAYER:
         limit = MOST_KERNELS_A_LAYER
         faults.append(f"{target.architecture} step: {a_layer} kernels a MoE layer, limit {limit}")
+    return faults
+
+
+def _check_prefill(tool: Compiler, target: Gpu) -> list[str]:
+    """The cache is written in every layer, in place: none of its size may be copied."""
+    with target_mesh(target):
+        candidate = prompt_chunk(2)
+    program, faults = _compiled(tool, target, candidate)
+    if program is None:
+        return faults
+    cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(candidate.arguments[2].cache))
+    print(
+        f"    {len(program.launches)} launches, {program.alias_bytes} B aliased, "
+        f"{program.temp_bytes} B temporary, largest copy {max(program.copied_bytes, default=0)} B"
+    )
+    if program.alias_bytes < cache:
+        faults.append(
+            f"{target.architecture} prefill: {program.alias_bytes} B of {cache} B in place"
+        )
+    if any(size >= cache // 2 for size in program.copied_bytes):
+        faults.append(f"{target.architecture} prefill copies {max(program.copied_bytes)} B")
     return faults
 
 

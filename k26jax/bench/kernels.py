@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,13 @@ COPIES_BYTES = 300_000_000  # more than a card's cache holds
 ROWS = (1, 16, 64)
 
 
+class Rates(NamedTuple):
+    """What the card does at best, measured in the same run."""
+
+    read_bytes_a_second: float
+    operations_a_second: float
+
+
 @dataclass(frozen=True)
 class Row:
     """One measured case.
@@ -46,16 +53,17 @@ class Row:
     operations: int
     by: str = "k26jax"
 
-    def floor_seconds(self, bytes_a_second: float) -> float:
-        """Returns the time in which the bytes alone could be read."""
-        return self.n_bytes / bytes_a_second
+    def floor_seconds(self, rates: Rates) -> float:
+        """Returns the time in which the bytes alone, or the operations alone, could be done."""
+        return max(
+            self.n_bytes / rates.read_bytes_a_second, self.operations / rates.operations_a_second
+        )
 
 
 def measure(kernels: list[str] | None = None, *, small: bool = False) -> Iterator[Row]:
     """Yields the large cases of each kernel as they are measured; `small`: the small ones."""
-    for name, family in FAMILIES.items():
-        if kernels is None or name in kernels:
-            yield from family(small)
+    for name in kernels or FAMILIES:
+        yield from FAMILIES[name](small)
 
 
 def _random(key: int, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:

@@ -36,6 +36,7 @@ from k26jax.pallas.tree_build.cases import CASES as TREES
 from k26jax.pallas.tree_mla.cases import CASES as MLA
 from k26jax.pallas.vocab_topk.cases import CASES as TOP
 from k26jax.spec.plan import Plan
+from k26jax.spec.prefill import Chunk, prefill
 from k26jax.spec.state import Models, SpecState
 from k26jax.spec.step import step
 
@@ -251,3 +252,28 @@ def plain_step(n_layers: int, capacity: int = 4096) -> Candidate:
     )
     name = f"plain, {n_layers} layers"
     return Candidate("step", name, function, (arrays(module), state), donate=(1,))
+
+
+def prompt_chunk(n_layers: int, tokens: int = 1024, capacity: int = 4096) -> Candidate:
+    """Returns the prefill of a chunk at the size of a rank; made with the GPU in context."""
+    config = rank_config(n_layers)
+    module, _ = arrangement(abstract(lambda rngs: Target(config, dtype=BF16, rngs=rngs)))
+
+    def function(params: Any, chunk: Chunk, state: SpecState) -> SpecState:
+        return prefill(Models(bind(module, params)), chunk, state, kernels="pallas")[0]
+
+    state = jax.eval_shape(
+        lambda: SpecState.empty(config, None, slots=1, capacity=capacity, dtype=BF16)
+    )
+    number = jax.ShapeDtypeStruct((), I32)
+    chunk = Chunk(
+        token_ids=jax.ShapeDtypeStruct((tokens,), I32),
+        count=number,
+        start=number,
+        slot=number,
+        is_last=jax.ShapeDtypeStruct((), jnp.bool_),
+        max_tokens=number,
+        sampling=state.sampling,
+    )
+    name = f"{tokens} tokens, {n_layers} layers"
+    return Candidate("prefill", name, function, (arrays(module), chunk, state), donate=(2,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -54,15 +55,18 @@ def _slope(
     repeats: int,
     options: Mapping[str, Any] | None = None,
 ) -> float:
-    def chain(n_calls: int) -> Callable[..., jax.Array]:
+    def chain(n_calls: int) -> Any:
         def program(x: jax.Array, *operands: Any) -> jax.Array:
             for number in range(n_calls):
                 x = touched(x, jax.tree.leaves(call(number, x, *operands)))
             return x
 
-        return jax.jit(program, compiler_options=dict(options or {}))
+        return jax.jit(program, compiler_options=dict(options or {})).lower(x, *operands)
 
-    short, long = (_median(chain(n), x, operands, repeats) for n in lengths)
+    # Most of a measurement is compiling, which one thread of the host does at a time.
+    with ThreadPoolExecutor(len(lengths)) as pool:
+        programs = list(pool.map(lambda lowered: lowered.compile(), map(chain, lengths)))
+    short, long = (_median(program, x, operands, repeats) for program in programs)
     return (long - short) / (lengths[1] - lengths[0])
 
 
@@ -97,11 +101,20 @@ def _median(
     times = []
     for turn in range(repeats + 2):
         begun = time.perf_counter()
-        # The first two turns compile and warm up.
+        # The first two turns warm up.
         jax.block_until_ready([program(x, *operands) for _ in range(_IN_A_ROW)])
         if turn >= 2:
             times.append((time.perf_counter() - begun) / _IN_A_ROW)
     return sorted(times)[len(times) // 2]
+
+
+def operations_a_second(width: int) -> float:
+    """Returns the rate of XLA's bfloat16 products of square matrices, measured here."""
+    weights = jnp.ones((width, width), jnp.bfloat16)
+    x = jnp.ones((width, width), jnp.bfloat16)
+    product = jax.jit(jnp.matmul)
+    seconds = seconds_a_call(lambda _, x, w: product(x, w), x, (weights,), lengths=(1, 4))
+    return 2 * width**3 / seconds
 
 
 def read_bytes_a_second(n_bytes: int) -> float:

@@ -1,4 +1,4 @@
-"""`k26jax bench`: times, floors and ratios of kernels, or of a rank's steps, on a GPU."""
+"""`k26jax bench`: times, floors and ratios of kernels, or of a rank's programs, on a GPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k26jax.commands import bench_rank
+from k26jax.commands import bench_prefill, bench_rank
 from k26jax.commands.terminal import new_figure, say
 from k26jax.errors import KernelError
 
 if TYPE_CHECKING:
-    from k26jax.bench.kernels import Row
+    from k26jax.bench.kernels import Rates, Row
 
 _READ_BYTES = 1 << 31
+_MATRIX = 8192
 
 
 def add(commands: Any) -> None:
@@ -30,13 +31,15 @@ def add(commands: Any) -> None:
         "kernels",
         help="every kernel",
         description="Measures every kernel at the sizes of one of eight ranks of Kimi K2.6: time, "
-        "the bytes that must move, the time in which a plain kernel reads as many (measured in "
-        "the same run), and their ratio. A line is printed as soon as it is measured.",
+        "the bytes that must move, the time in which a plain kernel reads as many, or matrices of "
+        "as many operations are multiplied (both measured in the same run), and the ratio. A line "
+        "is printed as soon as it is measured.",
     )
-    kernels.add_argument("--kernel", nargs="+", metavar="NAME", help="only these kernels")
+    kernels.add_argument("--kernel", nargs="+", metavar="NAME", help="only these, in this order")
     add_outputs(kernels)
     kernels.set_defaults(run=run)
     add_outputs(bench_rank.add(things))
+    bench_prefill.add(things)
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     """
     import jax
 
-    from k26jax.bench.kernels import FAMILIES, measure
-    from k26jax.bench.timing import read_bytes_a_second
+    from k26jax.bench.kernels import FAMILIES, Rates, measure
+    from k26jax.bench.timing import operations_a_second, read_bytes_a_second
     from k26jax.errors import nearest
     from k26jax.pallas.gpu import architecture
 
@@ -64,32 +67,37 @@ def run(args: argparse.Namespace) -> int:
     if architecture() is None:
         raise KernelError("bench kernels needs a GPU: interpreted kernels say nothing about time")
     device = jax.devices()[0].device_kind
-    rate = read_bytes_a_second(_READ_BYTES)
-    say(f"{device}, JAX {jax.__version__}; a plain kernel reads {rate / 1e12:.2f} TB/s")
-    rows = []
+    rates = Rates(read_bytes_a_second(_READ_BYTES), operations_a_second(_MATRIX))
+    say(
+        f"{device}, JAX {jax.__version__}; a plain kernel reads "
+        f"{rates.read_bytes_a_second / 1e12:.2f} TB/s, XLA multiplies matrices at "
+        f"{rates.operations_a_second / 1e12:.0f} TFLOP/s"
+    )
+    record = {"device": device, "jax": jax.__version__, **rates._asdict()}
+    rows: list[Row] = []
     for row in measure(args.kernel):
         rows.append(row)
-        print(line(row, rate), flush=True)
-    record = {"device": device, "jax": jax.__version__, "read_bytes_a_second": rate}
-    if args.json:
-        figures = [vars(row) | {"floor_seconds": row.floor_seconds(rate)} for row in rows]
-        args.json.write_text(json.dumps(record | {"rows": figures}, indent=1) + "\n")
+        print(line(row, rates), flush=True)
+        if args.json:
+            # As it grows: a machine may be taken away before the end.
+            figures = [vars(item) | {"floor_seconds": item.floor_seconds(rates)} for item in rows]
+            args.json.write_text(json.dumps(record | {"rows": figures}, indent=1) + "\n")
     if args.plot:
-        draw(rows, rate, args.plot, title=device)
+        draw(rows, rates, args.plot, title=device)
     return 0
 
 
-def line(row: Row, rate: float) -> str:
+def line(row: Row, rates: Rates) -> str:
     """Returns one case as a line of text."""
-    floor = row.floor_seconds(rate)
+    floor = row.floor_seconds(rates)
     return (
         f"{row.kernel:12} {row.case:40} {row.by:11} {row.seconds * 1e6:9.1f} us, "
         f"floor {floor * 1e6:8.1f} us, "
-        f"{row.n_bytes / row.seconds / 1e12:5.2f} TB/s, {floor / row.seconds:4.0%} of reading"
+        f"{row.n_bytes / row.seconds / 1e12:5.2f} TB/s, {floor / row.seconds:4.0%} of the best"
     )
 
 
-def draw(rows: Sequence[Row], rate: float, path: Path, *, title: str) -> None:
+def draw(rows: Sequence[Row], rates: Rates, path: Path, *, title: str) -> None:
     """Writes a bar chart of the bandwidth that each case reaches.
 
     Raises: KernelError if matplotlib is not installed.
@@ -99,7 +107,9 @@ def draw(rows: Sequence[Row], rate: float, path: Path, *, title: str) -> None:
     ours = [row for row in rows if row.by == "k26jax"]
     names = [f"{row.kernel}, {row.case}" for row in ours]
     axes.barh(names, [row.n_bytes / row.seconds / 1e12 for row in ours])
-    axes.axvline(rate / 1e12, color="black", linestyle="--", label="plain read")
+    axes.axvline(
+        rates.read_bytes_a_second / 1e12, color="black", linestyle="--", label="plain read"
+    )
     axes.invert_yaxis()
     axes.set_xlabel("TB/s")
     axes.set_title(title)

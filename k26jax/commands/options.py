@@ -167,9 +167,19 @@ def widths_of(text: str) -> tuple[int, ...]:
 
     Raises: ConfigError if it is no list of widths.
     """
+    return numbers_of("--width", text, 1, 255)
+
+
+def numbers_of(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
+    """Returns the numbers that a flag lists, each once.
+
+    Raises: ConfigError if it is no list of numbers in these bounds.
+    """
     words = [word for word in text.split(",") if word]
-    if not words or not all(word.isdigit() and 1 <= int(word) <= 255 for word in words):
-        raise ConfigError(f"--width {text}: expected numbers from 1 to 255, such as 1,16,32")
+    if not words or not all(word.isdigit() and least <= int(word) <= most for word in words):
+        raise ConfigError(
+            f"{flag} {text}: expected numbers from {least} to {most}, such as 1,16,32"
+        )
     return tuple(dict.fromkeys(map(int, words)))
 
 

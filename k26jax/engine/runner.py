@@ -17,6 +17,7 @@ from k26jax.engine.request import Request, SamplingParams
 from k26jax.engine.step_costs import CostTable
 from k26jax.errors import RequestError
 from k26jax.model.parameters import Params, bind
+from k26jax.pallas.gpu import architecture
 from k26jax.spec.auto_width import AutoWidth
 from k26jax.spec.prefill import Chunk, prefill
 from k26jax.spec.state import Models, Sampling, SpecState, seed_words
@@ -156,6 +157,12 @@ class Runner:
         numbers = (slot, length, max_tokens)
         self._state = self._program("occupy")(self.state, *map(np.int32, numbers))
 
+    def put(self, slot: int, token_ids: Sequence[int], *, start: int) -> None:
+        """Puts one chunk into a slot behind `start` tokens, for measurements."""
+        chunk = self._chunk(slot, token_ids, start, len(token_ids), None)
+        program = self._program(f"prefill_{len(token_ids)}")
+        self._state, _ = program(self._loaded.params, chunk, self.state)
+
     def program_text(self, name: str) -> str:
         """Returns the compiled program of a name, as text."""
         return self._program(name).as_text()
@@ -235,7 +242,10 @@ class Runner:
 
     def _prefill_program(self, all_logits: bool) -> Callable[..., Any]:
         def program(params: Params, chunk: Chunk, state: SpecState):
-            return prefill(self._models(params), chunk, state, all_logits=all_logits)
+            # Interpreted, a kernel takes many times as long, and here one of many rows.
+            kernels = self._loaded.plan.kernels if architecture() else "reference"
+            models = self._models(params)
+            return prefill(models, chunk, state, all_logits=all_logits, kernels=kernels)
 
         return program
 

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from k26jax.config import ModelConfig
 from k26jax.model.cache import LatentCache
 from k26jax.model.layers import contract, flat, linear, rope_tables, summed_dense
 from k26jax.model.parameters import Source, declare, ones
+from k26jax.model.prompt import PromptContext
 from k26jax.pallas.dense import absorb, dense, partial_sums, values
 from k26jax.pallas.norm import latent
 from k26jax.pallas.norm.reference import rotate_heads
@@ -36,6 +37,38 @@ class Context:
     slots: Int32[Array, "b"]
     lengths: Int32[Array, "b"]
     ancestors: UInt32[Array, "b t words"]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Sequences, and new rows of each."""
+        return self.ancestors.shape[0], self.ancestors.shape[1]
+
+    def attend(
+        self,
+        layer: int,
+        q_latent: Float[Array, "b t h c"],
+        q_pe: Float[Array, "b t h r"],
+        c_kv: Float[Array, "b t c"],
+        k_pe: Float[Array, "b t r"],
+        *,
+        scale: float,
+        kernels: str,
+    ) -> Float32[Array, "b t h c"]:
+        """Returns the attended latents of new rows, whose own latents and keys are given."""
+        return tree_mla(
+            q_latent,
+            q_pe,
+            self.cache.c_kv,
+            self.cache.k_pe,
+            c_kv,
+            k_pe,
+            layer=layer,
+            slots=self.slots,
+            lengths=self.lengths,
+            ancestors=self.ancestors,
+            scale=scale,
+            kernels=kernels,
+        )
 
 
 class MLA(nnx.Module):
@@ -129,7 +162,7 @@ class MLA(nnx.Module):
         layer: int,
         x: Float[Array, "row d"],
         tables: tuple[jax.Array, jax.Array],
-        context: Context,
+        context: Context | PromptContext,
         kernels: str,
     ) -> tuple[Float[Array, "row d"], Float[Array, "row c"], Float[Array, "row r"]]:
         """Returns the block's output and the new cache rows c_kv and k_pe.
@@ -153,19 +186,11 @@ class MLA(nnx.Module):
         )
 
         def by_sequence(rows: jax.Array) -> jax.Array:
-            return rows.reshape(*context.ancestors.shape[:2], *rows.shape[1:])
+            return rows.reshape(*context.shape, *rows.shape[1:])
 
-        attended = tree_mla(
-            by_sequence(q_latent),
-            by_sequence(q_pe),
-            context.cache.c_kv,
-            context.cache.k_pe,
-            by_sequence(c_kv),
-            by_sequence(k_pe),
-            layer=layer,
-            slots=context.slots,
-            lengths=context.lengths,
-            ancestors=context.ancestors,
+        attended = context.attend(
+            layer,
+            *map(by_sequence, (q_latent, q_pe, c_kv, k_pe)),
             scale=config.softmax_scale,
             kernels=kernels,
         )

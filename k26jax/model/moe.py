@@ -22,6 +22,7 @@ from k26jax.pallas.int4_moe import (
     arrange,
     expert_columns,
     experts,
+    prompt_block_rows,
     tiled_experts,
 )
 from k26jax.pallas.int4_moe.reference import GROUP_SIZE
@@ -145,7 +146,12 @@ class MoE(nnx.Module):
         return self.choose(row, logits, jnp.ones(x.shape[0], bool), kernels)[:2]
 
     def choose(
-        self, row: int, logits: jax.Array, valid: jax.Array, kernels: str
+        self,
+        row: int,
+        logits: jax.Array,
+        valid: jax.Array,
+        kernels: str,
+        block_rows: int = BLOCK_ROWS,
     ) -> tuple[jax.Array, jax.Array, Blocks]:
         """Returns topk_ids and topk_weights [n, k] and the experts' work list.
 
@@ -155,6 +161,7 @@ class MoE(nnx.Module):
         Args:
           logits: the router's, float32 [part, n, e].
           valid: bool [n]; other rows choose no expert.
+          block_rows: rows of a block of the list.
         """
         config = self.config
         bias = self.e_score_correction_bias[...] if config.has_selection_bias else None
@@ -171,7 +178,7 @@ class MoE(nnx.Module):
         )
         held = config.n_routed_experts // ranks(EXPERT)
         here = {"first": rank(EXPERT) * held, "held": held}
-        return route_and_list(logits, bias, valid, rows=BLOCK_ROWS, **here, **rule)
+        return route_and_list(logits, bias, valid, rows=block_rows, **here, **rule)
 
     def __call__(
         self,
@@ -191,7 +198,8 @@ class MoE(nnx.Module):
           differentiable: run every expert on every row.
         """
         logits, shared = self.first_products(row, x, kernels)
-        topk_ids, topk_weights, blocks = self.choose(row, logits, valid, kernels)
+        block_rows = self._block_rows(x.shape[0], kernels)
+        topk_ids, topk_weights, blocks = self.choose(row, logits, valid, kernels, block_rows)
         # Of several ranks each has a part of a sum, which is rounded once, by who reads it.
         dtype = x.dtype if ranks(EXPERT) * ranks(MODEL) == 1 else jnp.float32
         if hasattr(self, "experts"):
@@ -205,6 +213,7 @@ class MoE(nnx.Module):
                 inner=self.config.moe_intermediate_size // ranks(MODEL),
                 shared=shared,
                 dtype=dtype,
+                rows=block_rows,
             )
         else:
             out = experts(
@@ -221,6 +230,14 @@ class MoE(nnx.Module):
                 differentiable=differentiable,
             )
         return sum_over_ranks(out, EXPERT, MODEL)
+
+    def _block_rows(self, rows: int, kernels: str) -> int:
+        """Returns the rows of a block: steps ask for kernels, prompts for XLA's products."""
+        if kernels == "pallas":
+            return BLOCK_ROWS
+        return prompt_block_rows(
+            rows * self.config.num_experts_per_tok, self.config.n_routed_experts
+        )
 
     def first_products(
         self, row: int, x: jax.Array, kernels: str

@@ -16,6 +16,7 @@ from k26jax.model.mla import MLA, Context
 from k26jax.model.mlp import SwiGLU
 from k26jax.model.moe import PRODUCTS, MoE
 from k26jax.model.parameters import Params, Source, arrays, bind, declare, ones
+from k26jax.model.prompt import PromptContext
 from k26jax.pallas.dense import dense
 from k26jax.pallas.norm import add_rms_norm, rms_norm
 from k26jax.sharding.collectives import take_rows
@@ -116,7 +117,7 @@ class Target(nnx.Module):
         self,
         token_ids: Int32[Array, "b t"],
         positions: Int32[Array, "b t"],
-        context: Context,
+        context: Context | PromptContext,
         *,
         valid: Bool[Array, "b t"],
         taps: tuple[int, ...] = (),

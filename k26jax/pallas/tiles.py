@@ -20,6 +20,13 @@ TILES: dict[str, dict[str, Tile]] = {
         "sm_100": Tile(rows=8, columns=128, splits=2, chunk=4, warps=4, stages=3),
         "sm_120": Tile(rows=8, columns=128, splits=2, chunk=4, warps=4, stages=2),
     },
+    # Blocks of 16 rows and more, of prompts: there are programs enough without cutting sums.
+    "int4_moe_up_many": dict.fromkeys(
+        ("sm_90", "sm_100", "sm_120"), Tile(rows=64, columns=128, splits=2, warps=4, stages=3)
+    ),
+    "int4_moe_down_many": dict.fromkeys(
+        ("sm_90", "sm_100", "sm_120"), Tile(rows=64, columns=128, splits=2, chunk=4, warps=4)
+    ),
     "int4_moe_activate": dict.fromkeys(("sm_90", "sm_100", "sm_120"), Tile(warps=2, stages=1)),
     "int4_moe_combine": dict.fromkeys(
         ("sm_90", "sm_100", "sm_120"), Tile(columns=64, depth=256, warps=4, stages=2)

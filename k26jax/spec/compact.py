@@ -52,26 +52,33 @@ def commit_accepted(
     kernels: str = "reference",
 ) -> SpecState:
     """Returns the state with `path_rows` committed, as far as they are emitted; see `compact`."""
-    cache, draft_cache = commit(
-        models,
-        state,
-        taken,
-        slots=jnp.arange(state.anchor.shape[0]),
-        start=state.length,
-        count=accepted.emitted_len,
-        kernels=kernels,
-    )
+    slots = jnp.arange(state.anchor.shape[0])
+    where = {"slots": slots, "start": state.length, "count": accepted.emitted_len}
     return dataclasses.replace(
         state,
-        cache=cache,
-        draft_cache=draft_cache,
+        cache=commit_latents(state.cache, taken, **where, kernels=kernels),
+        draft_cache=commit_features(models, state, taken, **where, kernels=kernels),
         anchor=accepted.bonus_token,
         length=state.length + accepted.emitted_len,
         remaining=accepted.remaining,
     )
 
 
-def commit(
+def commit_latents(
+    cache: LatentCache,
+    rows: Rows | PathRows,
+    *,
+    slots: Int32[Array, "b"],
+    start: Int32[Array, "b"],
+    count: Int32[Array, "b"],
+    kernels: str = "reference",
+) -> LatentCache:
+    """Returns the target's cache with count[b] of the given rows at start[b] of slot slots[b]."""
+    parts = (cache.c_kv, cache.k_pe), (rows.c_kv, rows.k_pe)
+    return LatentCache(*append(*parts, slots, start, count, kernels=kernels))
+
+
+def commit_features(
     models: Models,
     state: SpecState,
     rows: Rows | PathRows,
@@ -80,27 +87,15 @@ def commit(
     start: Int32[Array, "b"],
     count: Int32[Array, "b"],
     kernels: str = "reference",
-) -> tuple[LatentCache, DraftCache | None]:
-    """Returns both caches with count[b] of the given rows at start[b] of slot slots[b]."""
-    where = (slots, start, count)
-    cache = LatentCache(
-        *append(
-            (state.cache.c_kv, state.cache.k_pe), (rows.c_kv, rows.k_pe), *where, kernels=kernels
-        )
-    )
+) -> DraftCache | None:
+    """Returns the drafter's cache with rows of the same places; None without a drafter."""
     draft_cache = state.draft_cache
-    if models.drafter is not None and draft_cache is not None and rows.features.shape[-1]:
-        positions = start[:, None] + jnp.arange(rows.features.shape[1])
-        new = models.drafter.context_rows(rows.features, positions, kernels)
-        draft_cache = DraftCache(
-            *append(
-                (draft_cache.keys, draft_cache.values),
-                (new.keys, new.values),
-                *where,
-                kernels=kernels,
-            )
-        )
-    return cache, draft_cache
+    if models.drafter is None or draft_cache is None or not rows.features.shape[-1]:
+        return draft_cache
+    positions = start[:, None] + jnp.arange(rows.features.shape[1])
+    new = models.drafter.context_rows(rows.features, positions, kernels)
+    parts = (draft_cache.keys, draft_cache.values), (new.keys, new.values)
+    return DraftCache(*append(*parts, slots, start, count, kernels=kernels))
 
 
 def _take(rows: jax.Array, path: jax.Array) -> jax.Array:

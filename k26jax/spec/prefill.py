@@ -1,7 +1,7 @@
 """Stage prefill: runs a chunk of a prompt and commits all of it; the last chunk chooses a token."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from k26jax.model.mla import Context
+from k26jax.model.prompt import PromptContext
 from k26jax.sharding.collectives import whole_rows
 from k26jax.sharding.rules import MODEL
 from k26jax.spec.accept import cut_at_stop
-from k26jax.spec.compact import commit
+from k26jax.spec.compact import commit_features, commit_latents
 from k26jax.spec.sampling import choose
 from k26jax.spec.state import Models, Sampling, SpecState
 
@@ -52,25 +53,43 @@ class Prefilled(NamedTuple):
 
 
 def prefill(
-    models: Models, chunk: Chunk, state: SpecState, *, all_logits: bool = False
+    models: Models,
+    chunk: Chunk,
+    state: SpecState,
+    *,
+    all_logits: bool = False,
+    kernels: str = "reference",
 ) -> tuple[SpecState, Prefilled]:
     """Returns the state with the chunk committed to its slot, and the token chosen after it.
 
     The chunk is verified like a chain: each token sees the slot's earlier ones and those before it.
-    XLA's own products run it: the kernels are made for few rows, and all algorithms share it.
+    XLA's own products run it, whatever drafts: the kernels are made for few rows.
+
+    Args:
+      all_logits: of all rows, and not of the last one alone.
+      kernels: of attention over the cache.
 
     Donates: both caches of `state`, where the caller is jitted with it donated.
     """
     width = chunk.token_ids.shape[0]
-    slots, start, count = chunk.slot[None], chunk.start[None], chunk.count[None]
+    where: dict[str, Any] = {
+        "slots": chunk.slot[None],
+        "start": chunk.start[None],
+        "count": chunk.count[None],
+    }
+    context = _context(chunk, state, kernels)
     rows = models.target.forward(
         chunk.token_ids[None],
         (chunk.start + jnp.arange(width))[None],
-        Context(state.cache, slots, start, jnp.asarray(causal_words(width))[None]),
+        context,
         valid=(jnp.arange(width) < chunk.count)[None],
         taps=models.taps,
     )
-    cache, draft_cache = commit(models, state, rows, slots=slots, start=start, count=count)
+    if isinstance(context, PromptContext):
+        cache = context.cache
+    else:
+        cache = commit_latents(state.cache, rows, **where)
+    draft_cache = commit_features(models, state, rows, **where)
     last_row = jnp.maximum(chunk.count - 1, 0)
     hidden = rows.hidden[0] if all_logits else rows.hidden[0, last_row][None]
     logits = models.target.logits(hidden)
@@ -94,6 +113,21 @@ def prefill(
         ),
     )
     return state, Prefilled(first_token, whole_rows(logits, MODEL))
+
+
+def _context(chunk: Chunk, state: SpecState, kernels: str) -> Context | PromptContext:
+    width = chunk.token_ids.shape[0]
+    if kernels == "reference":
+        ancestors = jnp.asarray(causal_words(width))[None]
+        return Context(state.cache, chunk.slot[None], chunk.start[None], ancestors)
+    return PromptContext(
+        state.cache,
+        slot=chunk.slot,
+        start=chunk.start,
+        count=chunk.count,
+        width=width,
+        kernels=kernels,
+    )
 
 
 def causal_words(width: int) -> UInt32[np.ndarray, "{width} words"]:

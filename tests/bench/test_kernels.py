@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from k26jax.bench import kernels, timing
-from k26jax.bench.kernels import FAMILIES, Row, measure
+from k26jax.bench.kernels import FAMILIES, Rates, Row, measure
 from k26jax.cli import main
 from k26jax.commands import bench
 
@@ -66,16 +66,28 @@ def test_seconds_a_call_grow_with_the_work():
 def test_a_line_and_a_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("k26jax.pallas.gpu.architecture", lambda: "sm_90")
     monkeypatch.setattr(timing, "read_bytes_a_second", lambda n: 4e12)
+    monkeypatch.setattr(timing, "operations_a_second", lambda width: 8e14)
     monkeypatch.setattr(kernels, "measure", lambda only: iter(ROWS))
     files = tmp_path / "figures.json", tmp_path / "figures.png"
     assert main(["bench", "kernels", "--json", str(files[0]), "--plot", str(files[1])]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert "4.0 us, floor      1.2 us,  1.18 TB/s,  29% of reading" in out[0]
+    assert "4.0 us, floor      1.2 us,  1.18 TB/s,  29% of the best" in out[0]
     record = json.loads(files[0].read_text())
     assert record["read_bytes_a_second"] == 4e12
     assert [row["case"] for row in record["rows"]] == [row.case for row in ROWS]
+    assert record["operations_a_second"] == 8e14
     assert record["rows"][1]["floor_seconds"] == pytest.approx(6.19e-6, rel=1e-3)
     assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_many_rows_are_bound_by_operations():
+    row = Row("dense", "q_b T=4096", 1e-3, 4_718_592, 2 * 4096 * 2_359_296)
+    assert row.floor_seconds(Rates(4e12, 8e14)) == pytest.approx(2.416e-5, rel=1e-3)
+
+
+def test_the_rate_of_matrices_is_that_of_their_operations(monkeypatch):
+    monkeypatch.setattr(timing, "seconds_a_call", lambda *args, **options: 0.5)
+    assert timing.operations_a_second(10) == 4000
 
 
 def test_without_a_gpu_or_with_an_unknown_kernel_it_says_so(capsys):
@@ -88,4 +100,4 @@ def test_without_a_gpu_or_with_an_unknown_kernel_it_says_so(capsys):
 def test_the_plot_names_what_is_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(bench.KernelError, match=r"k26jax\[bench\]"):
-        bench.draw(ROWS, 4e12, Path("unused.png"), title="none")
+        bench.draw(ROWS, Rates(4e12, 8e14), Path("unused.png"), title="none")

@@ -10,7 +10,15 @@ import pytest
 
 from k26jax.checkpoint.int4 import pack_int4
 from k26jax.errors import KernelError
-from k26jax.pallas.int4_moe import BLOCK_ROWS, ExpertWeights, Shared, experts, kernel
+from k26jax.pallas.gpu import platform
+from k26jax.pallas.int4_moe import (
+    BLOCK_ROWS,
+    ExpertWeights,
+    Shared,
+    experts,
+    kernel,
+    prompt_block_rows,
+)
 from k26jax.pallas.int4_moe.cases import SMALL_CASES, Case
 from k26jax.pallas.int4_moe.layout import TiledExperts, arrange
 from k26jax.pallas.int4_moe.reference import add_shared
@@ -66,6 +74,16 @@ def run(
     return np.asarray(out)
 
 
+def run_in_blocks(case: Case, x, ids, share, rows: int) -> np.ndarray:
+    """As of a prompt: in float32, blocks of so many rows."""
+    blocks = block_list(jnp.asarray(ids), case.n_experts, rows)
+    out = kernel.experts(
+        jnp.asarray(x), jnp.asarray(ids), jnp.asarray(share), blocks, tiled(case),
+        layer=LAYER, inner=case.inner, rows=rows,
+    )  # fmt: skip
+    return np.asarray(out)
+
+
 def expected(case: Case, x, ids, share) -> np.ndarray:
     gate, up, down = (matrix.astype(np.float64) for matrix in weights(case)[1])
     out = np.zeros(x.shape)
@@ -92,6 +110,19 @@ def test_bfloat16_equals_the_reference(case):
     stacks = weights(case)[0]
     wanted = experts(jnp.asarray(x, jnp.bfloat16), ids, share, *stacks, layer=LAYER)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=0.02 * np.abs(found).max())
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_blocks_of_a_prompt_equal_the_sums_in_float64(rows):
+    case = SMALL_CASES[1]
+    inputs = routing(case, 40)
+    found = run_in_blocks(case, *inputs, rows)
+    np.testing.assert_allclose(found, expected(case, *inputs), rtol=2e-5, atol=2e-5)
+
+
+def test_blocks_of_a_prompt_grow_with_its_pairs():
+    rows = [prompt_block_rows(8 * tokens, 384) for tokens in (1, 32, 256, 512, 1024, 4096)]
+    assert rows == [8, 8, 8, 16, 32, 64]
 
 
 def test_a_row_does_not_know_of_the_others():
@@ -207,6 +238,7 @@ def test_other_weights_have_no_layout():
         arrange_all(floats, floats, floats)
 
 
+@pytest.mark.skipif(platform() != "cpu", reason="assembly runs inside kernels alone")
 def test_decoding_in_bfloat16_rounds_once():
     word = jnp.asarray(np.arange(-(2**15), 2**15, 257, dtype=np.int32)[:32, None], jnp.int16)
     pair = jnp.full(word.shape[0], 0x3E993F0D, jnp.int32)

@@ -14,7 +14,7 @@ import pytest
 from fixtures.tree_mla import SCALE, Problem, words_of
 
 from k26jax.errors import KernelError
-from k26jax.pallas.gpu import OLDEST_JAX
+from k26jax.pallas.gpu import OLDEST_JAX, platform
 from k26jax.pallas.tree_mla import kernel
 from k26jax.pallas.tree_mla.cases import Case
 from k26jax.pallas.tree_mla.kernel import for_hopper
@@ -28,11 +28,11 @@ CASE = Case("crossing", 5, 8, (0, 61, 126, 382), 448, 128, 64)
 
 
 def run(problem: Problem) -> np.ndarray:
-    """The kernel's result; no two warp groups touched the same memory unordered on the way."""
+    """The kernel's result; interpreted, no two warp groups touched memory unordered on the way."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
     found = problem.run("hopper")
-    assert not get_races().races_found
+    assert platform() != "cpu" or not get_races().races_found
     return found
 
 

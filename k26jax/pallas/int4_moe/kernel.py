@@ -8,6 +8,7 @@ and combine. Each sum has one order, whatever the number of tokens. Source of th
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from k26jax.pallas.tiles import tile
 SHORT_STEPS = 4
 
 
-@functools.partial(jax.jit, static_argnames=("inner", "dtype"))
+@functools.partial(jax.jit, static_argnames=("inner", "dtype", "rows"))
 def experts(
     x: Float[Array, "t d"],
     topk_ids: Int32[Array, "t k"],
@@ -40,27 +41,38 @@ def experts(
     inner: int,
     shared: Shared | None = None,
     dtype: DTypeLike = jnp.float32,
+    rows: int | None = None,
 ) -> Float[Array, "t d"]:
     """Returns sum over k of topk_weights * expert(x), added in the order of k.
 
     Args:
       topk_ids: an id outside the experts takes no part.
-      blocks: the pairs by expert, in blocks of at most `tile("int4_moe_up").rows`.
+      blocks: the pairs by expert, in blocks of at most `rows`.
       inner: width of one expert.
       shared: the shared expert, added last.
       dtype: of the result.
+      rows: of a block; without, as in a step.
 
     Cost: the bytes of the experts that were chosen, once a block of rows.
     Reference: `reference.experts`.
     """
     n_experts = weights.down.words.shape[1]
     top_k = topk_ids.shape[1]
-    gate_up = product(x, weights.gate_up, blocks, "int4_moe_up", layer=layer, top_k=top_k)
+    cuts = [_cut(name, rows) for name in ("int4_moe_up", "int4_moe_down")]
+    gate_up = product(
+        x, weights.gate_up, blocks, "int4_moe_up", layer=layer, top_k=top_k, cut=cuts[0]
+    )
     hidden, *rest = activate(gate_up, topk_weights.reshape(-1), shared, inner=inner, dtype=x.dtype)
-    out = product(hidden, weights.down, blocks, "int4_moe_down", layer=layer, top_k=1)
+    out = product(hidden, weights.down, blocks, "int4_moe_down", layer=layer, top_k=1, cut=cuts[1])
     down = None if shared is None else (rest[0], shared.down)
     like = jax.ShapeDtypeStruct(x.shape, dtype)
     return combine(out, topk_ids, down, layer=layer, n_experts=n_experts, like=like)
+
+
+def _cut(name: str, rows: int | None) -> Tile:
+    """Returns the tile of a product whose blocks have so many rows."""
+    few = tile(name)
+    return few if rows in (None, few.rows) else replace(tile(f"{name}_many"), rows=rows)
 
 
 def product(
