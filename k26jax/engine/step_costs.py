@@ -27,7 +27,7 @@ from k26jax.engine.request import Request, SamplingParams
 from k26jax.errors import ConfigError
 
 if TYPE_CHECKING:
-    from k26jax.engine.loading import Loaded
+    from k26jax.engine.loading import Prepared
     from k26jax.engine.runner import Runner
 
 PLAIN = "plain"
@@ -128,7 +128,7 @@ def read_costs(path: str, widths: Sequence[int]) -> CostTable:
     return CostTable.from_record(record, widths, str(path))
 
 
-def settle_costs(runner: Runner, loaded: Loaded) -> CostTable:
+def settle_costs(runner: Runner, loaded: Prepared) -> CostTable:
     """Returns the costs that a runner goes by from now on: the file's, else kept, else measured.
 
     Cost: measured, one dispatch for each choice, three to eight times over.
@@ -145,7 +145,7 @@ def settle_costs(runner: Runner, loaded: Loaded) -> CostTable:
     return costs
 
 
-def measure(runner: Runner, loaded: Loaded) -> CostTable:
+def measure(runner: Runner, loaded: Prepared) -> CostTable:
     """Returns the milliseconds that steps of this runner take, whose slots must be idle.
 
     All slots are busy, each with random tokens, so that rows choose different experts. In a long
@@ -153,16 +153,17 @@ def measure(runner: Runner, loaded: Loaded) -> CostTable:
     """
     unknown = CostTable.unknown(loaded.plan.widths, loaded.context_length)
     room = loaded.config.steps_per_dispatch * (loaded.plan.depth + 1)
+    length = _prompt_length(loaded)
     far = loaded.context_length - room - 1
     near = _seconds(runner, unknown, functools.partial(_prefill, runner, loaded))
     if len(unknown.contexts) == 1:
-        contexts, rows = (float(_PROMPT),), [near]
+        contexts, rows = (float(length),), [near]
     else:
         short, long = (
             _seconds(runner, unknown, functools.partial(runner.occupy, length=n, max_tokens=room))
-            for n in (_PROMPT, far)
+            for n in (length, far)
         )
-        contexts = float(_PROMPT), float(far)
+        contexts = float(length), float(far)
         rows = [near, near + np.maximum(long - short, 0)]
     milliseconds = tuple(tuple((1e3 * row).tolist()) for row in rows)
     return CostTable(unknown.widths, contexts, milliseconds)
@@ -183,19 +184,24 @@ def _seconds(runner: Runner, unknown: CostTable, begin: Callable[[int], None]) -
         least[choice] = min(least[choice], (time.perf_counter() - started) / n_run)
         for slot in range(runner.slots):
             runner.release(slot)
-    return least
+    # Disturbances only add, and fewer rows take no longer than more.
+    return np.minimum.accumulate(least[::-1])[::-1]
 
 
-def _prefill(runner: Runner, loaded: Loaded, slot: int) -> None:
+def _prompt_length(loaded: Prepared) -> int:
+    return min(_PROMPT, max(loaded.context_length // 4, 1))
+
+
+def _prefill(runner: Runner, loaded: Prepared, slot: int) -> None:
     vocab = loaded.models.target.config.vocab_size
-    length = min(_PROMPT, max(loaded.context_length // 4, 1))
+    length = _prompt_length(loaded)
     tokens = np.random.default_rng(slot).integers(0, vocab, length)
     room = loaded.context_length - length
     request = Request(tuple(tokens.tolist()), SamplingParams(temperature=0), room, (), slot)
     runner.prefill(slot, request)
 
 
-def _kept_file(loaded: Loaded) -> Path | None:
+def _kept_file(loaded: Prepared) -> Path | None:
     """Returns where the costs of this engine on this machine are kept; None: nowhere."""
     folder = folder_in_use()
     if folder is None:
