@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from k26jax import __version__
 from k26jax.errors import CapacityError, K26Error, nearest
 
-COMMANDS = ("generate", "serve", "convert", "verify", "inspect", "bench", "plan")
+COMMANDS = ("generate", "serve", "batch", "convert", "verify", "inspect", "bench", "plan", "doctor")
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 

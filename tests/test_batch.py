@@ -1,42 +1,69 @@
-"""Batches: lines of every bad shape, resuming after any kind of end, the tokens of single runs."""
+"""Batches: refused lines, resuming after any kind of end, the answers of a server."""
 
 from __future__ import annotations
 
-import importlib.util
+import asyncio
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fixtures.paths import REPOSITORY
 
 import k26jax.batch as batch
-from k26jax import LLM, SamplingParams
-from k26jax.batch import BadLine, Row, encode, read_rows, resume, run_batch, run_files
+from k26jax import LLM
+from k26jax.batch import run_batch, run_files, seed_of, settings_for
+from k26jax.batch_files import encode, resume
+from k26jax.cli import main
 from k26jax.errors import RequestError
+from k26jax.server.asking import ask
+from k26jax.server.errors import ApiError
+from k26jax.server.service import Service
+
+TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
+DEFAULTS = {"temperature": 1.0, "max_tokens": 16}
+TEMPLATE = "{{ messages[-1].content }}"
 
 
 @pytest.fixture(scope="module")
-def llm(small_pair, compile_cache):
-    with LLM(**small_pair.options) as llm:
+def llm(small_pair, compile_cache, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target") / "small"
+    shutil.copytree(small_pair.target, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with LLM(**{**small_pair.options, "model_path": str(folder)}) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
+def service(llm):
+    service = Service(settings_for(("small",), llm.engine.runner.slots, DEFAULTS))
+    service.open(llm)
+    yield service
+    assert service.drain(10)
+
+
+def line(custom_id: str, url: str = TEXTS, **body) -> dict:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+@pytest.fixture(scope="module")
 def rows(small_pair) -> list[dict]:
-    """Seven rows of different lengths, greedy and sampled, with and without a seed."""
+    """Lines of different lengths, greedy and sampled, with and without a seed, in both forms."""
     letters = small_pair.letters
+    messages = [{"role": "user", "content": letters[:5]}]
     return [
-        {"custom_id": "text", "prompt": letters[:5], "temperature": 0, "max_tokens": 12},
+        line("text", prompt=letters[:5], temperature=0, max_tokens=12, model="small"),
         {"custom_id": "one", "prompt": letters[3], "max_tokens": 1},
-        {"custom_id": "ids", "prompt_token_ids": small_pair.encode(letters[2:6]), "top_k": 5},
-        {"custom_id": "seed", "prompt": letters[1:4], "seed": 9, "max_tokens": 20},
-        {"custom_id": "stop", "prompt": letters[:2], "stop": list(letters[:4]), "min_p": 0.01},
-        {"custom_id": "long", "prompt": letters[4:8], "max_tokens": 40, "ignore_eos": True},
-        {"custom_id": "中", "prompt": letters[2], "prompt_token_ids": None, "top_p": 0.9},
+        line("ids", prompt=small_pair.encode(letters[2:6]), top_k=5, n=2),
+        line("seed", prompt=letters[1:4], seed=9, max_tokens=20),
+        line("chat", CHATS, messages=messages, temperature=0, max_tokens=12),
+        line("long", prompt=letters[4:8], max_tokens=40, ignore_eos=True),
+        {"custom_id": "中", "messages": messages, "top_p": 0.9},
     ]
-
-
-DEFAULTS = {"temperature": 1.0, "max_tokens": 16}
 
 
 def lines_of(rows) -> list[bytes]:
@@ -54,140 +81,93 @@ def records_of(path) -> list[dict]:
     return [json.loads(line.decode("utf-8"), parse_constant=refuse) for line in lines]
 
 
-def tokens_of(records) -> dict[str, list[int]]:
-    return {record["custom_id"]: record["token_ids"] for record in records}
+def said(record: dict) -> list:
+    """What a record answers, without what differs from one asking to the next."""
+    assert set(record) == {"id", "custom_id", "response", "error"}
+    assert record["error"] is None
+    assert record["response"]["status_code"] == 200
+    body = record["response"]["body"]
+    return [record["custom_id"], body["choices"], body["usage"], body["k26jax"], body["model"]]
+
+
+def answers_of(records) -> dict[str, list]:
+    return {record["custom_id"]: said(record) for record in records}
+
+
+def asked(service, kind: str, body: dict) -> dict:
+    """What the server answers to a body, without HTTP."""
+
+    async def answer():
+        with ThreadPoolExecutor(1) as planner:
+            reply = await ask(service, kind, body, request_id="req-1", planner=planner)
+            return await reply.answer()
+
+    return asyncio.run(answer())
 
 
 @pytest.fixture(scope="module")
-def whole(llm, rows, tmp_path_factory):
-    """The records of an undisturbed run, by custom_id."""
+def whole(service, rows, tmp_path_factory):
+    """The answers of an undisturbed run, by custom_id."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "in").write_bytes(b"".join(lines_of(rows)))
-    run_files(llm, folder / "in", folder / "out", done=(), defaults=DEFAULTS)
-    return {record["custom_id"]: record for record in records_of(folder / "out")}
+    run_files(service, folder / "in", folder / "out", done=())
+    return answers_of(records_of(folder / "out"))
 
 
-BAD_LINES = [
-    (b"{broken", "not JSON"),
-    (b"7", "JSON int"),
-    (b"[1]", "JSON list"),
-    (b"null", "JSON NoneType"),
-    (b'{"prompt": "x"}', "custom_id is None"),
-    (b'{"custom_id": 7, "prompt": "x"}', "custom_id is 7"),
-    (b'{"custom_id": "", "prompt": "x"}', "custom_id"),
-    (b'{"custom_id": "a", "prompt": "x"}', "used by an earlier line"),
-    (b'{"custom_id": "b", "promt": "x"}', "'promt' is unknown; did you mean 'prompt'"),
-    (b'{"custom_id": "c", "prompt": "x", "max_token": 3}', "did you mean 'max_tokens'"),
-    (b'{"custom_id": "d"}', "0 of the fields"),
-    (b'{"custom_id": "e", "prompt": "x", "prompt_token_ids": [1]}', "2 of the fields"),
-    (b'{"custom_id": "f", "prompt": ["x"]}', "prompt is ['x'], expected a str"),
-    (b'{"custom_id": "g", "prompt_token_ids": "x"}', "expected a list"),
-    (b'{"custom_id": "h", "prompt": "x", "temperature": -1}', "temperature = -1"),
-    (b'{"custom_id": "i", "prompt": "x", "temperature": NaN}', "NaN is no JSON number"),
-    (b'{"custom_id": "j", "prompt": "x", "top_p": 1e999}', "top_p = inf"),
-    (b'{"custom_id": "k", "prompt": "x", "stop": 5}', "stop = 5"),
-    (b'{"custom_id": "l", "prompt": "x", "ignore_eos": "no"}', "ignore_eos = 'no'"),
-    (b'{"custom_id": "m", "prompt": "x", "logprobs": 3}', "logprobs"),
-    (b'{"custom_id": "n", "prompt": "caf\xe9"}', "UTF-8"),
-    (b'{"custom_id": "o", "prompt": "x"} {}', "not JSON"),
-    (b'{"custom_id": "p", "seed": ' + b"9" * 5000 + b', "prompt": "x"}', "not JSON"),
-    (b"[" * 200_000, "too deep"),
-    (b"\x00", "not JSON"),
-]
-
-
-@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_each_bad_line_is_answered_by_number_and_the_others_are_read(end):
-    """Bug log 126 and 139; good lines stand first, in the middle and last, without an end."""
-    good = [
-        b'\xef\xbb\xbf{"custom_id": "a", "prompt": "x", "max_tokens": 3}',
-        b"",
-        b'  {"custom_id": "z", "prompt_token_ids": [1, 2], "metadata": {"k": 1}, "prompt": null} ',
-        b" \t",
-        b'{"custom_id": "last", "prompt": "\\ud83d\\ude00", "temperature": 0}',
-    ]
-    middle = len(BAD_LINES) // 2
-    bad = [line for line, _ in BAD_LINES]
-    lines = [*good[:2], *bad[:middle], *good[2:4], *bad[middle:], good[4]]
-    found = list(read_rows([*(line + end for line in lines[:-1]), lines[-1]], {"top_k": 4}))
-    rows = [row for row in found if isinstance(row, Row)]
-    assert [(row.line, row.custom_id) for row in rows] == [
-        (1, "a"),
-        (middle + 3, "z"),
-        (len(lines), "last"),
-    ]
-    assert rows[0].params == SamplingParams(max_tokens=3, top_k=4)
-    assert rows[1].prompt == [1, 2]
-    assert rows[2].prompt == "\U0001f600"
-    assert rows[2].params == SamplingParams(temperature=0, top_k=4)
-    errors = [row for row in found if isinstance(row, BadLine)]
-    assert len(errors) == len(BAD_LINES)
-    for row, (line, words) in zip(errors, BAD_LINES, strict=True):
-        assert lines[row.line - 1] == line
-        assert words in row.error
-    assert [row.custom_id for row in errors[7:9]] == ["a", "b"]
-    assert errors[0].custom_id is None
-
-
-def test_a_record_is_one_line_of_strict_json():
-    record = {"custom_id": "\u4e2d\n\u2028", "error": None}
-    assert encode(record).count(b"\n") == 1
-    assert "\u4e2d".encode() in encode(record)
-    assert json.loads(encode(record)) == record
-    lone = {"custom_id": "\ud800", "error": None}
-    assert json.loads(encode(lone).decode("utf-8")) == lone
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        encode({"custom_id": "a", "error": None, "x": float("nan")})
-
-
-def test_rows_get_the_tokens_of_single_requests(llm, rows, whole, small_pair):
-    """A row without a seed has the engine's plus its line number."""
+def test_a_line_gets_the_answer_of_the_server(service, llm, rows, whole):
+    """A line without a seed has one of the engine's and its custom_id."""
     assert whole.keys() == {row["custom_id"] for row in rows}
-    for line, row in enumerate(rows, start=1):
-        given = {name: value for name, value in row.items() if not name.startswith(("cu", "pr"))}
-        params = SamplingParams(**(DEFAULTS | {"seed": llm.config.seed + line} | given))
-        prompt = row.get("prompt") or row["prompt_token_ids"]
-        (output,) = llm.generate(prompt, params)[0].outputs
-        record = whole[row["custom_id"]]
-        assert record["error"] is None
-        assert record["token_ids"] == output.token_ids, row
-        assert (record["text"], record["finish_reason"]) == (output.text, output.finish_reason)
-        assert record["usage"]["completion_tokens"] == len(output.token_ids)
-        assert record["usage"]["prompt_tokens"] == len(prompt)
-        assert record["metrics"]["accept_length"] == output.metrics.accept_length
-    assert whole["text"]["text"] == small_pair.decode(whole["text"]["token_ids"])
+    for row in rows:
+        body = dict(row.get("body") or row)
+        name = row["custom_id"]
+        body.pop("custom_id", None)
+        kind = "chat" if body.get("messages") else "completion"
+        body = {"seed": seed_of(llm.config.seed, name)} | body
+        answer = asked(service, kind, body)
+        assert [name, *(answer[key] for key in ("choices", "usage", "k26jax", "model"))] == (
+            whole[name]
+        )
+    assert whole["chat"][1][0]["message"]["content"] == whole["text"][1][0]["text"]
+
+
+def test_a_seed_is_of_the_engines_and_the_custom_id():
+    assert len({seed_of(0, "a"), seed_of(1, "a"), seed_of(0, "b"), seed_of(0, "\ud800")}) == 4
+    assert all(0 <= seed_of(0, str(i)) < 1 << 63 for i in range(100))
 
 
 def test_nothing_is_compiled_for_a_batch(llm, whole):
     assert sorted(llm.engine.runner._compiled) == sorted(llm.engine.runner.programs)
 
 
-def test_lines_are_read_when_a_slot_is_free_and_answered_at_once(llm, rows):
-    """Never more lines are read than answered ones, one for each slot and one."""
+def test_lines_are_read_when_there_is_a_place_and_answered_at_once(service, llm, rows):
+    """Never more lines are read than answered ones and two for each slot."""
     read, answered, ahead = 0, 0, []
 
     def lines():
         nonlocal read
-        for line in lines_of({**row, "custom_id": f"{i}"} for i, row in enumerate(rows * 2)):
+        for raw in lines_of({**row, "custom_id": f"{i}"} for i, row in enumerate(rows * 2)):
             read += 1
             ahead.append(read - answered)
-            yield line
+            yield raw
 
     def write(record):
         nonlocal answered
+        said(record)
         answered += 1
 
-    summary = run_batch(llm, lines(), write, defaults=DEFAULTS)
+    summary = run_batch(service, lines(), write)
     assert (summary.succeeded, answered) == (len(rows) * 2,) * 2
-    assert max(ahead) == llm.engine.runner.slots
+    assert max(ahead) == 2 * llm.engine.runner.slots
+    assert 1 <= summary.accept_length <= llm.engine.loaded.plan.budget + 1
+    assert service.scheduler.wait_idle(10)
 
 
-@pytest.mark.parametrize("answered", [0, 1, 4])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_a_run_that_was_cut_goes_on_to_the_same_records(
-    llm, rows, whole, tmp_path, monkeypatch, answered, error
+@pytest.mark.parametrize("answered", [0, 4])
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+def test_a_run_that_was_cut_goes_on_to_the_same_answers(
+    service, rows, whole, tmp_path, monkeypatch, answered, error
 ):
-    """Bug log 127: Ctrl-C, or the engine fails; half a line more is in the file then."""
+    """Bug log 127: the disk is full, or a fault; half a line more is in the file then."""
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(b"".join(lines_of(rows)))
     written = []
@@ -200,145 +180,172 @@ def test_a_run_that_was_cut_goes_on_to_the_same_records(
 
     monkeypatch.setattr(batch, "encode", cut)
     with pytest.raises(error):
-        run_files(llm, source, target, done=resume(target), defaults=DEFAULTS)
+        run_files(service, source, target, done=resume(target))
     monkeypatch.undo()
+    assert service.scheduler.wait_idle(10)
     assert target.read_bytes() == b"".join(map(encode, written))
     with target.open("ab") as stream:
-        stream.write(encode(whole["long"])[:30])
+        stream.write(encode({"id": "batch_req_0", "custom_id": "long"})[:30])
     done = resume(target)
     assert done == {record["custom_id"] for record in written}
-    summary = run_files(llm, source, target, done=done, defaults=DEFAULTS)
+    summary = run_files(service, source, target, done=done)
     assert (summary.skipped, summary.succeeded) == (answered, len(rows) - answered)
     records = records_of(target)
     assert len(records) == len(rows)
-    assert tokens_of(records) == tokens_of(whole.values())
+    assert answers_of(records) == whole
 
 
-def test_rows_the_model_cannot_run_are_answered_and_tried_again(llm, rows, whole, tmp_path, capsys):
+def test_ctrl_c_finishes_what_is_under_way_and_a_second_one_ends_it(service, llm, rows, whole):
+    """The signals come while the first line is written, so that others are under way."""
+    written: list[dict] = []
+
+    def write(record, signals):
+        written.append(record)
+        if len(written) == 1:
+            for _ in range(signals):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    # The place of the first line may have been taken by another.
+    most = 2 * llm.engine.runner.slots + 1
+    summary = run_batch(service, lines_of(rows), lambda record: write(record, 1))
+    assert summary.was_interrupted
+    assert most - 1 <= len(written) == summary.succeeded <= most < len(rows)
+    assert all(said(record) == whole[record["custom_id"]] for record in written)
+    written.clear()
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(service, lines_of(rows), lambda record: write(record, 2))
+    assert len(written) < most - 1
+    assert service.scheduler.wait_idle(10)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_lines_the_model_cannot_run_are_answered_and_tried_again(
+    service, rows, whole, tmp_path, capsys
+):
+    """A line that the server would refuse has the body of its refusal."""
     source, target = tmp_path / "in", tmp_path / "out"
     bad = [
-        {"custom_id": "empty", "prompt": ""},
-        {"custom_id": "outside", "prompt_token_ids": [10**30]},
-        {"custom_id": "floats", "prompt_token_ids": [1.5]},
-        {"custom_id": "long", "prompt_token_ids": [2] * 1000},
-        {"custom_id": "many", "prompt": "a", "n": 2},
-        {"custom_id": "huge", "prompt_token_ids": [10**300] * 1000},
+        line("empty", prompt=""),
+        line("outside", prompt=[10**8]),
+        line("floats", prompt=[1.5]),
+        line("long", prompt=[2] * 1000),
+        line("many", prompt="a", n=99),
+        line("model", prompt="a", model="other"),
+        line("typo", prompt="a", max_token=3),
+        line("role", CHATS, messages=[{"role": "robot"}]),
+        line("stream", prompt="a", stream=True),
     ]
-    source.write_bytes(b"".join(lines_of([*bad, rows[0]])))
-    summary = run_files(llm, source, target, done=resume(target), defaults=DEFAULTS)
-    assert (summary.succeeded, summary.failed) == (1, len(bad))
+    source.write_bytes(b"".join(lines_of([*bad, {"custom_id": ""}, rows[0]])))
+    summary = run_files(service, source, target, done=resume(target))
+    assert (summary.succeeded, summary.failed) == (1, len(bad) + 1)
     records = {record["custom_id"]: record for record in records_of(target)}
-    words = ["empty", "vocabulary", "token ids", "1000 tokens", "n = 2", "vocabulary"]
-    for line, (row, word) in enumerate(zip(bad, words, strict=True), start=1):
-        error = records[row["custom_id"]]["error"]
-        assert error["line"] == line
+    words = ["empty", "vocabulary", "prompt", "1000 tokens", "n = 99", "served: small",
+             "did you mean 'max_tokens'", "role is 'robot'", "leave it out"]  # fmt: skip
+    for number, (row, word) in enumerate(zip(bad, words, strict=True), start=1):
+        response, error = (records[row["custom_id"]][key] for key in ("response", "error"))
+        assert error["line"] == number
         assert word in error["message"]
-        assert len(error["message"]) <= 500
-    assert capsys.readouterr().err.count("line ") == len(bad)
+        assert response["status_code"] == (404 if row["custom_id"] == "model" else 400)
+        assert response["request_id"].startswith("req-")
+        assert response["body"]["error"]["code"] == error["code"]
+        if row["custom_id"] != "stream":
+            with pytest.raises((ApiError, RequestError)) as info:
+                asked(service, "chat" if row["url"] == CHATS else "completion", row["body"])
+            assert str(info.value) == response["body"]["error"]["message"] == error["message"]
+    assert records[None]["response"] is None
+    assert records[None]["error"]["code"] == "invalid_line"
+    assert capsys.readouterr().err.count("line ") == len(bad) + 1
     fixed = [rows[5], {**rows[3], "custom_id": "empty"}, *bad[1:3], rows[0]]
     source.write_bytes(b"".join(lines_of(fixed)))
-    summary = run_files(llm, source, target, done=resume(target), defaults=DEFAULTS)
+    summary = run_files(service, source, target, done=resume(target))
     assert (summary.succeeded, summary.failed, summary.skipped) == (2, 2, 1)
     records = {record["custom_id"]: record for record in records_of(target)}
     assert len(records) == 5
-    assert records["long"]["token_ids"]
-    assert records["text"]["token_ids"] == whole["text"]["token_ids"]
+    assert said(records["long"]) == whole["long"]
 
 
-def test_a_file_that_is_no_output_is_left_as_it_is(tmp_path):
-    target = tmp_path / "out"
-    good = encode({"custom_id": "a", "error": None})
-    for content in (
-        b"important\n",
-        b"important",
-        good + b"{}\n",
-        good + b"[1]\n",
-        b'{"custom_id": "b", "err\n' + good,
-        b'{"prompt": "x"',
-    ):
-        target.write_bytes(content)
-        with pytest.raises(RequestError, match="not a record"):
-            resume(target)
-        assert target.read_bytes() == content
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+def test_a_fault_of_the_server_costs_one_line(service, rows, monkeypatch, capsys):
+    real, written = batch.ask, []
+
+    async def faulty(service, kind, body, **rest):
+        if body.get("max_tokens") == 1:
+            raise ValueError("secret")
+        return await real(service, kind, body, **rest)
+
+    monkeypatch.setattr(batch, "ask", faulty)
+    summary = run_batch(service, lines_of(rows[:2]), written.append)
+    assert (summary.succeeded, summary.failed) == (1, 1)
+    (record,) = (record for record in written if record["error"])
+    assert record["response"]["status_code"] == 500
+    assert "secret" not in json.dumps(record)
 
 
-def test_half_a_line_and_errors_are_dropped_and_the_rest_kept(tmp_path):
-    target = tmp_path / "out"
-    good = [encode({"custom_id": name, "error": None}) for name in "ab"]
-    error = encode({"custom_id": None, "error": {"line": 3, "message": "m"}})
-    assert resume(target) == set()
-    for cut in range(len(good[1])):
-        target.write_bytes(good[0] + error + good[1][:cut])
-        assert resume(target) == {"a"}
-        assert target.read_bytes() == good[0]
-    target.write_bytes(b"".join(good))
-    assert resume(target) == {"a", "b"}
-    assert target.read_bytes() == b"".join(good)
-    target.write_bytes(b"")
-    assert resume(target) == set()
+def test_an_engine_that_fails_ends_the_batch(service, llm, rows):
+    """It fails because the slots are another service's."""
+    other, written = Service(settings_for(("small",), 2, DEFAULTS)), []
+    other.open(llm)
+    with pytest.raises(RequestError, match="another run of this LLM is in progress"):
+        run_batch(other, lines_of(rows), written.append)
+    assert written == []
 
 
-@pytest.fixture
-def script():
-    path = REPOSITORY / "scripts" / "generate_batch.py"
-    spec = importlib.util.spec_from_file_location("generate_batch", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
-
-
-def test_the_script_exits_with_1_until_every_line_is_answered(
-    script, small_pair, compile_cache, rows, whole, tmp_path, capsys
+def test_the_command_exits_with_1_until_every_line_is_answered(
+    small_pair, compile_cache, rows, tmp_path, capsys
 ):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    argv = ["-i", str(source), "-o", str(target), "--max-tokens", "16", *small_pair.flags]
-    source.write_bytes(b"".join(lines_of(rows[:2])) + b"{broken\n" + lines_of(rows[3:4])[0])
-    assert script(argv) == 1
+    argv = ["batch", "-i", str(source), "-o", str(target), "--max-tokens", "16", *small_pair.flags]
+    argv += ["--served-model-name", "small"]
+    texts = [row for row in rows if "messages" not in json.dumps(row)]
+    source.write_bytes(b"".join(lines_of(texts[:2])) + b"{broken\n" + lines_of(texts[3:4])[0])
+    assert main(argv) == 1
     assert "3 answered, 0 skipped, 1 failed" in capsys.readouterr().err
-    source.write_bytes(b"".join(lines_of(rows[:5])))
-    assert script(argv) == 0
+    source.write_bytes(b"".join(lines_of(texts)))
+    assert main(argv) == 0
     out, err = capsys.readouterr()
     assert "2 answered, 3 skipped, 0 failed" in err
+    assert "tokens, " in err
     assert out == ""
-    found = tokens_of(records_of(target))
-    assert found == {name: whole[name]["token_ids"] for name in found}
-    assert len(found) == 5
+    assert len(answers_of(records_of(target))) == 5
 
 
-def test_the_script_refuses_what_would_lose_a_file(script, small_pair, tmp_path, capsys):
+def test_the_command_refuses_what_would_lose_a_file(small_pair, tmp_path, capsys):
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"custom_id": "a", "prompt": "x"}\n')
     flags = small_pair.flags
-    assert script(["-i", str(source), "-o", str(source), *flags]) == 2
-    assert script(["-i", str(tmp_path / "none"), "-o", str(tmp_path / "out"), *flags]) == 2
-    assert script(["-i", str(source), "-o", str(source), "--outptu", "x"]) == 2
+    assert main(["batch", "-i", str(source), "-o", str(source), *flags]) == 2
+    assert main(["batch", "-i", str(tmp_path / "none"), "-o", str(tmp_path / "out"), *flags]) == 2
+    assert main(["batch", "-i", str(source), "-o", str(source), "--outptu", "x"]) == 2
     assert "did you mean '--output'" in capsys.readouterr().err
+    assert main(["batch", "-i", str(source), "-o", str(tmp_path / "out"), "other", *flags]) == 2
+    assert "given twice" in capsys.readouterr().err
     assert source.read_bytes() == b'{"custom_id": "a", "prompt": "x"}\n'
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 
-def test_the_script_finds_what_is_wrong_before_the_weights_are_read(
-    script, small_pair, tmp_path, capsys
-):
+def test_the_command_finds_what_is_wrong_before_the_weights_are_read(small_pair, tmp_path, capsys):
     """The folder has no weights: whoever asked for them would say so."""
     folder, source = tmp_path / "model", tmp_path / "in.jsonl"
     shutil.copytree(small_pair.target, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     source.write_bytes(b'{"custom_id": "a", "prompt": "x"}\n')
-    good = ["-i", str(source), "-o", str(tmp_path / "out"), "--model-path", str(folder)]
+    good = ["batch", str(folder), "-i", str(source), "-o", str(tmp_path / "out")]
     for argv, words in (
         (["-o", str(tmp_path / "none" / "out")], "none/out cannot be written (No such file"),
         (["-o", str(tmp_path)], "cannot be written (Is a directory)"),
         (["--stop-token-id", "99999"], "token id 99999"),
         (["--max-tokens", "0"], "max_tokens = 0"),
     ):
-        assert script([*good, *argv]) == 2
+        assert main([*good, *argv]) == 2
         assert words in capsys.readouterr().err
-    assert script(good) == 3
+    assert main(good) == 3
     assert "no *.safetensors" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "model"]
 
 
-def test_the_script_decodes_four_sequences_together(script, capsys):
-    assert script(["--help"]) == 0
-    assert "however few run (default: 4)" in " ".join(capsys.readouterr().out.split())
+def test_the_script_is_the_command_with_four_slots():
+    script = REPOSITORY / "scripts" / "generate_batch.py"
+    command = [sys.executable, str(script), "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "100"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "usage: k26jax batch" in done.stdout
+    assert "however few run (default: 4)" in " ".join(done.stdout.split())

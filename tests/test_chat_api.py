@@ -8,7 +8,6 @@ import shutil
 import pytest
 
 from k26jax import LLM, SamplingParams
-from k26jax.batch import run_batch
 from k26jax.cli import main
 from k26jax.errors import RequestError
 from k26jax.text.chat import ChatFormat
@@ -89,36 +88,6 @@ def test_unknown_options_are_refused_by_name(llm):
         llm.chat(chat_of("a"), {"max_tokens": 3})
     assert "expected a list of objects" in llm.chat("abc", PARAMS)[0].error
     assert "messages is empty" in llm.chat([], PARAMS)[0].error
-
-
-def test_a_batch_takes_messages(llm, small_pair):
-    text = small_pair.letters[:5]
-    rows = [
-        {"custom_id": "chat", "messages": chat_of(text)},
-        {
-            "custom_id": "instant",
-            "messages": chat_of(text),
-            "chat_template_kwargs": {"thinking": False},
-        },
-        {"custom_id": "plain", "prompt": text},
-        {"custom_id": "bad", "messages": [{"role": "robot"}]},
-        {"custom_id": "odd", "prompt": text, "tools": []},
-        {"custom_id": "call", "messages": chat_of(text), "tools": [{"type": "x"}]},
-    ]
-    written = {}
-    lines = [json.dumps(row).encode() + b"\n" for row in rows]
-    defaults = {"temperature": 0, "max_tokens": 12}
-    summary = run_batch(
-        llm, lines, lambda r: written.update({r["custom_id"]: r}), defaults=defaults
-    )
-    assert (summary.succeeded, summary.failed) == (3, 3)
-    assert written["chat"]["token_ids"] == written["plain"]["token_ids"]
-    assert written["chat"]["message"]["content"] == written["plain"]["text"]
-    assert "message" not in written["plain"]
-    (instant,) = llm.chat(chat_of(text), PARAMS, thinking=False)
-    assert written["instant"]["token_ids"] == instant.outputs[0].token_ids
-    for name, words in (("bad", "role is 'robot'"), ("odd", "of a chat"), ("call", "of type 'x'")):
-        assert words in written[name]["error"]["message"]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`k26jax bench`: times, floors and ratios of kernels, or of a rank's programs, on a GPU."""
+"""`k26jax bench`: kernels or a rank's programs on a GPU, or a server as its clients see it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k26jax.commands import bench_prefill, bench_rank
+from k26jax.commands import bench_prefill, bench_rank, bench_serving
 from k26jax.commands.terminal import new_figure, say
 from k26jax.errors import KernelError
 
@@ -23,8 +23,8 @@ def add(commands: Any) -> None:
     """Adds the command's parser, and one for each thing it measures."""
     parser = commands.add_parser(
         "bench",
-        help="measure on this machine's GPU",
-        description="Measures on this machine's GPU. A line is printed as soon as it is measured.",
+        help="measure kernels, a rank or a server",
+        description="Measures kernels or the steps of a rank on this machine's GPU, or a server.",
     )
     things = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     kernels = things.add_parser(
@@ -40,6 +40,7 @@ def add(commands: Any) -> None:
     kernels.set_defaults(run=run)
     add_outputs(bench_rank.add(things))
     bench_prefill.add(things)
+    bench_serving.add(things)
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,10 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None
 
 
 def engine_options(
-    args: argparse.Namespace, environment: Mapping[str, str] = os.environ
+    args: argparse.Namespace,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    needs_model: bool = True,
 ) -> dict[str, Any]:
     """Returns the engine options that a flag gives, or else a variable, or else the command.
 
@@ -82,25 +85,44 @@ def engine_options(
                 raise RequestError(f"{_variable(name)} = {text!r}: {error}") from None
         if value is not None:
             options[name] = value
-    if "model_path" not in options:
+    if needs_model and "model_path" not in options:
         raise RequestError(f"no model given; use --model-path FOLDER or {_variable('model_path')}")
     return options
 
 
-def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
+def served_options(args: argparse.Namespace, *, needs_model: bool = True) -> dict[str, Any]:
+    """Returns the engine options of a command whose model may stand without a flag.
+
+    Raises: RequestError as `engine_options`, and if two models are given.
+    """
+    if args.model is not None:
+        if args.model_path is not None and args.model_path != args.model:
+            raise RequestError(
+                f"the model is given twice: {args.model} and --model-path {args.model_path}"
+            )
+        args.model_path = args.model
+    return engine_options(args, needs_model=needs_model)
+
+
+def add_sampling_options(
+    parser: argparse.ArgumentParser, *, max_tokens: int | None, are_models: bool = False
+) -> None:
     """Adds the flags of SamplingParams that fit a command line.
 
     Args:
       max_tokens: default; None: until the context is full.
+      are_models: the other defaults are those of the model's generation_config.json; a flag that
+        is not given is None then.
     """
     group = parser.add_argument_group("sampling")
     for name, kind, metavar, text in _SAMPLING:
+        default = "the model's" if are_models else _DEFAULTS[name]
         group.add_argument(
             "--" + name.replace("_", "-"),
             type=kind,
-            default=_DEFAULTS[name],
+            default=None if are_models else _DEFAULTS[name],
             metavar=metavar,
-            help=f"{text} (default: {_DEFAULTS[name]})",
+            help=f"{text} (default: {default})",
         )
     limit = "until the context is full" if max_tokens is None else max_tokens
     group.add_argument(

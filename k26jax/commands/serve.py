@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k26jax.commands.options import add_engine_options, engine_options
+from k26jax.commands.options import add_engine_options, served_options
 from k26jax.commands.terminal import Startup, say
 from k26jax.config import EngineConfig
 from k26jax.errors import ConfigError, RequestError
@@ -57,15 +57,11 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="name in requests and answers; may be repeated (default: the folder's name)",
     )
+    _add_keys(group)
     group.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="key that clients must send; may be repeated (default: none, all are let in)",
-    )
-    group.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="file with one API key a line"
+        "--draft-trees",
+        action="store_true",
+        help="let requests, and the page at /, see each step's draft tree (one more program)",
     )
     group.add_argument(
         "--unknown-fields",
@@ -84,10 +80,23 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _add_keys(group: Any) -> None:
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="key that clients must send; may be repeated (default: none, all are let in)",
+    )
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="file with one API key a line"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Returns 0 after a signal, 1 if the engine failed."""
-    _require_packages()
-    config = EngineConfig(**_engine_options(args))
+    require_packages()
+    config = EngineConfig(**served_options(args))
     keys = _api_keys(args)
     if not 0 <= args.port < 1 << 16:
         raise RequestError(f"--port {args.port}, expected 0 to 65535")
@@ -107,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         max_body_bytes=args.max_body_mb << 20,
         stream_steps=args.stream_steps,
         stall_seconds=args.stall_seconds,
+        draft_trees=args.draft_trees,
         refuses_unknown=args.unknown_fields == "refuse",
         defaults=generation_defaults(folder),
     )
@@ -141,9 +151,13 @@ def _loader(prepared: Prepared, startup: Startup, service: Service, url: str) ->
 
     def load() -> LLM:
         llm = LLM.from_prepared(prepared, on_load=on_load, on_compile=on_compile)
+        if service.settings.draft_trees:
+            on_compile("traced_steps")
+            llm.engine.runner.warm_up_traces()
         startup.ready(f"{service.name} on {url}")
         say(
-            f"try: curl {url}/v1/completions -H 'content-type: application/json' "
+            f"open {url} in a browser, or try:\n  curl {url}/v1/completions "
+            "-H 'content-type: application/json' "
             '-d \'{"prompt": "import os", "max_tokens": 32}\''
         )
         return llm
@@ -151,22 +165,13 @@ def _loader(prepared: Prepared, startup: Startup, service: Service, url: str) ->
     return load
 
 
-def _require_packages() -> None:
+def require_packages(what: str = "the server") -> None:
+    """Raises ConfigError unless what a server is made of is installed."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"the server needs {', '.join(missing)}; install with: pip install 'k26jax[server]'"
+            f"{what} needs {', '.join(missing)}; install with: pip install 'k26jax[server]'"
         )
-
-
-def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    if args.model is not None:
-        if args.model_path is not None and args.model_path != args.model:
-            raise RequestError(
-                f"the model is given twice: {args.model} and --model-path {args.model_path}"
-            )
-        args.model_path = args.model
-    return engine_options(args)
 
 
 def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:

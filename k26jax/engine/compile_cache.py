@@ -49,13 +49,30 @@ def default_folder() -> Path:
     return folder / "k26jax" / "compiled"
 
 
+def folder_of(directory: str) -> Path:
+    """Returns the folder that a directory option means.
+
+    Raises: RuntimeError without a home folder.
+    """
+    folder = default_folder() if directory == "auto" else Path(directory).expanduser()
+    return folder.absolute()
+
+
+def try_folder(directory: str) -> Path:
+    """Returns the folder of an option, made and tried.
+
+    Raises: OSError or RuntimeError if nothing can be kept there.
+    """
+    folder = folder_of(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+    return folder
+
+
 def _usable_folder(directory: str) -> str | None:
     """Returns the folder, made and tried; None, with a warning, if nothing can be kept there."""
     try:
-        folder = default_folder() if directory == "auto" else Path(directory).expanduser()
-        folder = folder.absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        folder = try_folder(directory)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         warnings.warn(
             f"compile_cache_dir = {directory!r} cannot be used ({error}), so compiled programs are "

@@ -43,6 +43,7 @@ class Job:
         deliver: called in the loop's thread with every chunk, and with an `Ended` where the last
             chunk does not come; must not block.
         is_streamed: somebody reads it as it comes.
+        is_traced: its chunks have the trees of their steps.
         queued_at, admitted_at, first_at, ended_at: monotonic seconds; None before.
         outcome: "stop", "length", "abort" or "error"; None before the end.
         output: the whole sequence, once it ended by itself.
@@ -53,6 +54,7 @@ class Job:
     request: Request
     deliver: Deliver
     is_streamed: bool
+    is_traced: bool = False
     queued_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
     first_at: float | None = None
@@ -152,7 +154,12 @@ class Scheduler:
         return 0.0 if since is None else time.monotonic() - since
 
     def submit(
-        self, requests: Sequence[Request], delivers: Sequence[Deliver], *, is_streamed: bool = True
+        self,
+        requests: Sequence[Request],
+        delivers: Sequence[Deliver],
+        *,
+        is_streamed: bool = True,
+        is_traced: bool = False,
     ) -> list[Job]:
         """Returns the jobs of some requests, all of which wait for slots now, or none.
 
@@ -172,7 +179,7 @@ class Scheduler:
                     "later"
                 )
             jobs = [
-                Job(next(self._numbers), request, deliver, is_streamed)
+                Job(next(self._numbers), request, deliver, is_streamed, is_traced)
                 for request, deliver in zip(requests, delivers, strict=True)
             ]
             self._waiting += jobs
@@ -235,8 +242,9 @@ class Scheduler:
             self._deliver(*first)
         if slots.decoding:
             streamed = any(job.is_streamed for job in self._running.values())
+            traced = any(job.is_traced for job in self._running.values())
             limit = self._stream_steps if streamed else self._most_steps
-            for number, chunk in slots.advance(limit):
+            for number, chunk in slots.advance(limit, trace=traced):
                 self._deliver(number, chunk)
         self._busy_since = None
         return True

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,33 +14,15 @@ from starlette.responses import JSONResponse, Response
 
 from k26jax import __version__
 from k26jax.errors import K26Error
-from k26jax.server.answering import (
-    Planned,
-    chat_prompt,
-    decode,
-    plan_chat,
-    plan_completion,
-    shown_tokens,
-)
+from k26jax.server.answering import chat_prompt, decode, shown_tokens
+from k26jax.server.asking import ask
 from k26jax.server.errors import api_error, invalid
 from k26jax.server.fields import CHAT, COMPLETION, HONOURED, IGNORED, REFUSED
 from k26jax.server.metrics import CONTENT_TYPE
 from k26jax.server.middleware import Door, read_body
-from k26jax.server.protocol import (
-    Asked,
-    ChatBody,
-    CompletionBody,
-    parse_json,
-    read_asked,
-    read_model,
-)
-from k26jax.server.reply import Reply
+from k26jax.server.page import PAGE_PATHS, page
+from k26jax.server.protocol import ChatBody, CompletionBody, parse_json, read_model
 from k26jax.server.service import Service
-
-_KINDS: dict[str, tuple[str, type[Asked], Callable[..., Planned]]] = {
-    CHAT: ("chat.completion", ChatBody, plan_chat),
-    COMPLETION: ("text_completion", CompletionBody, plan_completion),
-}
 
 
 class AbortBody(BaseModel):
@@ -89,24 +69,11 @@ class Routes:
         return await self._answer(COMPLETION, request)
 
     async def _answer(self, kind: str, request: Request) -> Response:
-        name, _, plan = _KINDS[kind]
-        service, settings = self._service, self._service.settings
         data = await self._json(request)
-        body, unknown = read_asked(kind, data, refuses_unknown=settings.refuses_unknown)
-        model, llm = service.check_model(body.model), service.llm
-        loop = asyncio.get_running_loop()
-        planned = await loop.run_in_executor(self._planner, plan, llm, body, settings)
-        reply = Reply(
-            service,
-            body,
-            model,
-            name,
-            planned.requests,
-            planned.choices,
-            planned.prompts,
-            request.state.request_id,
-            {"x-k26jax-ignored": _header(unknown)} if unknown else {},
-        )
+        id = request.state.request_id
+        reply = await ask(self._service, kind, data, request_id=id, planner=self._planner)
+        if reply.unknown:
+            reply.headers["x-k26jax-ignored"] = _header(reply.unknown)
         return await reply.send(request)
 
     async def models(self, request: Request) -> Response:
@@ -158,7 +125,7 @@ class Routes:
                 "ignored": list(IGNORED),
                 "refused": list(REFUSED[kind]),
             }
-            for kind in _KINDS
+            for kind in (CHAT, COMPLETION)
         }
         return JSONResponse(self._service.info() | {"fields": fields})
 
@@ -231,6 +198,8 @@ def create_app(service: Service) -> Door:
         app.add_api_route(
             path, handler, methods=[method], response_class=JSONResponse, openapi_extra=extra
         )
+    for path in PAGE_PATHS:
+        app.add_api_route(path, page, methods=["GET"], include_in_schema=False)
     # What these raise goes up to the door, where every error is answered.
     for kind in (HTTPException, Exception):
         app.add_exception_handler(kind, _raise)

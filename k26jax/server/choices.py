@@ -25,6 +25,7 @@ class Choice(abc.ABC):
         self.metrics: RequestMetrics | None = None
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
+        self._chunks = 0
 
     @abc.abstractmethod
     def opening(self) -> list[dict[str, Any]]:
@@ -53,14 +54,22 @@ class Choice(abc.ABC):
         """
         if isinstance(item, Ended) and item.reason == ERROR:
             raise EngineFailedError("the engine failed on this request; see the server's log")
-        if isinstance(item, StreamChunk) and item.output is not None:
-            self.metrics = item.output.metrics
+        if isinstance(item, StreamChunk):
+            self._chunks += 1
+            self.metrics = item.output.metrics if item.output else None
         if self._finish_reason is not None:
             return []
         pieces = self._read(item)
         if self._finish_reason is not None:
             pieces.append({"index": self.index, **self._last(), **self._end()})
         return pieces
+
+    def progress(self) -> tuple[int, int]:
+        """Returns the decoding passes through the target so far, and the tokens that they gave."""
+        if self.metrics is not None:
+            return self.metrics.target_forwards, self.metrics.generated_tokens - 1
+        # The first chunk is the prefill's, each other one a step's.
+        return max(self._chunks - 1, 0), max(self.usage().completion_tokens - 1, 0)
 
     def _end(self) -> dict[str, Any]:
         return {
@@ -170,10 +179,10 @@ def total_usage(choices: list[Choice], prompts: int) -> dict[str, Any]:
 
 
 def speculation(choices: list[Choice]) -> dict[str, Any]:
-    """Returns what speculative decoding did for an answer, as far as its sequences ended."""
-    metrics = [choice.metrics for choice in choices if choice.metrics is not None]
-    forwards = sum(found.target_forwards for found in metrics)
-    tokens = sum(found.generated_tokens - 1 for found in metrics)
+    """Returns what speculative decoding did for an answer so far."""
+    progress = [choice.progress() for choice in choices]
+    forwards = sum(passes for passes, _ in progress)
+    tokens = sum(given for _, given in progress)
     return {
         "target_forwards": forwards,
         "accept_length": round(tokens / forwards, 3) if forwards else 0.0,

@@ -41,6 +41,7 @@ _SHARED = {
     "skip_special_tokens": "default true",
     "stream": "Server-sent events, one a decoding step and kind of text",
     "stream_options": "include_usage, continuous_usage_stats",
+    "draft_trees": "a stream's trees, step by step; needs a server with --draft-trees",
 }
 _CHAT_ONLY = {
     "messages": "roles system, developer, user, assistant, tool; text parts alone",

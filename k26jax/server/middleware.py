@@ -16,9 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from k26jax.server import logs
 from k26jax.server.errors import ApiError, api_error, invalid, not_found
+from k26jax.server.page import PAGE_PATHS
 from k26jax.server.service import Service
 
-OPEN_PATHS = ("/health", "/ready", "/metrics", "/version")
+OPEN_PATHS = ("/health", "/ready", "/metrics", "/version", *PAGE_PATHS)
 _NOT_HERE = ("/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/audio", "/v1/images", "/api")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 _BEARER = re.compile(r"Bearer +([^ ]+) *", re.IGNORECASE)

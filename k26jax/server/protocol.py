@@ -50,6 +50,7 @@ class Asked(BaseModel):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    draft_trees: bool | None = None
 
     def limit(self) -> int | None:
         """Returns how many tokens are asked for at most; None: as many as fit."""

@@ -9,19 +9,21 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from k26jax.engine.output import StreamChunk
 from k26jax.engine.request import Request
 from k26jax.server import logs
 from k26jax.server.choices import Choice, speculation, total_usage
 from k26jax.server.errors import api_error
 from k26jax.server.protocol import Asked
-from k26jax.server.service import Sequences, Service
+from k26jax.server.service import Item, Sequences, Service
+from k26jax.server.trees import trees_record
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keepalive\n\n"
@@ -41,6 +43,7 @@ class Reply:
     kind: "chat.completion" or "text_completion".
     requests: one for each choice.
     prompts: how many prompts they are of.
+    unknown: fields of the body that were passed over.
     headers: further headers of the answer.
     """
 
@@ -52,7 +55,8 @@ class Reply:
     choices: list[Choice]
     prompts: int
     request_id: str
-    headers: dict[str, str]
+    unknown: list[str] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         prefix = "chatcmpl" if self.kind == "chat.completion" else "cmpl"
@@ -70,12 +74,10 @@ class Reply:
 
         Raises: K26Error if no answer can be begun.
         """
-        streams = bool(self.body.stream)
-        sequences = self.service.submit(
-            self.id, self.request_id, self.requests, is_streamed=streams
-        )
-        if streams:
-            return EventStream(self, sequences)
+        if self.body.stream:
+            is_traced = bool(self.body.draft_trees)
+            return EventStream(self, self._submit(is_streamed=True, is_traced=is_traced))
+        sequences = self._submit(is_streamed=False)
         try:
             body = await until_gone(request.receive, self._whole(sequences))
         finally:
@@ -84,6 +86,20 @@ class Reply:
             return Response(status_code=_GONE)
         timing = {"server-timing": sequences.timing()}
         return JSONResponse(body, headers=self.headers | timing)
+
+    async def answer(self) -> dict[str, Any]:
+        """Returns the body of the whole answer, for who asks without HTTP.
+
+        Raises: K26Error if no answer can be begun, EngineFailedError if the engine fails.
+        """
+        sequences = self._submit(is_streamed=False)
+        try:
+            return await self._whole(sequences)
+        finally:
+            self._over(sequences)
+
+    def _submit(self, **how: bool) -> Sequences:
+        return self.service.submit(self.id, self.request_id, self.requests, **how)
 
     async def _whole(self, sequences: Sequences) -> dict[str, Any]:
         async with contextlib.aclosing(sequences.items()) as items:
@@ -112,12 +128,13 @@ class Reply:
                         continue
                     index, item = found
                     pieces = self.choices[index].take(item)
+                    yield self._trees(index, item)
                     if pieces:
                         yield b"".join(self._event([piece]) for piece in pieces)
             options = self.body.stream_options
             if options is not None and options.include_usage:
                 usage = total_usage(self.choices, self.prompts)
-                yield self._event([], usage=usage, k26jax=speculation(self.choices))
+                yield self._event([], speculation(self.choices), usage=usage)
         except Exception as error:
             found = api_error(error)
             logs.event("stream_failed", logging.ERROR, request_id=self.request_id, code=found.code)
@@ -125,7 +142,17 @@ class Reply:
             yield _data(found.record())
         yield DONE
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+    def _trees(self, index: int, item: Item) -> bytes:
+        """Returns the event of the trees behind an item; nothing unless they were asked for."""
+        traces = item.traces if isinstance(item, StreamChunk) else []
+        if not traces or not self.body.draft_trees:
+            return b""
+        tokenizer = self.service.llm.engine.loaded.tokenizer
+        return self._event([], trees_record(index, traces, tokenizer))
+
+    def _event(
+        self, choices: list[dict[str, Any]], own: dict[str, Any] | None = None, **more: Any
+    ) -> bytes:
         kind = "chat.completion.chunk" if self.kind == "chat.completion" else self.kind
         record = self._shared | {"object": kind, "choices": choices}
         options = self.body.stream_options
@@ -133,7 +160,8 @@ class Reply:
             record["usage"] = None
             if options.continuous_usage_stats:
                 record["usage"] = total_usage(self.choices, self.prompts)
-        return _data(record | more)
+                own = speculation(self.choices) | (own or {})
+        return _data(record | more | ({"k26jax": own} if own else {}))
 
     def _over(self, sequences: Sequences) -> None:
         """Ends what is left and logs how it went."""

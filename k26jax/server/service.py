@@ -32,12 +32,12 @@ Numbered = tuple[int, Item]
 class Sequences:
     """The sequences of one request, from their place in the queue to their end."""
 
-    def __init__(self, scheduler: Scheduler, requests: Sequence[Request], *, is_streamed: bool):
+    def __init__(self, scheduler: Scheduler, requests: Sequence[Request], **how: bool):
         self._scheduler = scheduler
         self._items: asyncio.Queue[Numbered] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         delivers = [self._deliver(index) for index in range(len(requests))]
-        self.jobs: list[Job] = scheduler.submit(requests, delivers, is_streamed=is_streamed)
+        self.jobs: list[Job] = scheduler.submit(requests, delivers, **how)
 
     def _deliver(self, index: int) -> Deliver:
         def deliver(item: Item) -> None:
@@ -177,10 +177,14 @@ class Service:
         )
 
     def submit(
-        self, id: str, request_id: str, requests: Sequence[Request], *, is_streamed: bool
+        self, id: str, request_id: str, requests: Sequence[Request], **how: bool
     ) -> Sequences:
-        """Returns the sequences of a request, which can be aborted by its ids until `forget`."""
-        sequences = Sequences(self.scheduler, requests, is_streamed=is_streamed)
+        """Returns the sequences of a request, which can be aborted by its ids until `forget`.
+
+        Args:
+            how: is_streamed and is_traced, as `Scheduler.submit` takes them.
+        """
+        sequences = Sequences(self.scheduler, requests, **how)
         self._answers[id] = request_id, sequences
         return sequences
 

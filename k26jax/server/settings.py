@@ -21,6 +21,7 @@ class ServerSettings:
     stream_steps: decoding steps between two looks of the host while an answer is streamed.
     stall_seconds: a call of the device that takes longer makes the server unhealthy.
     keepalive_seconds: a stream that is silent for so long gets a comment line.
+    draft_trees: whether requests may ask for their draft trees.
     refuses_unknown: whether unknown fields are refused, or named in a header and ignored.
     defaults: sampling parameters of requests that bring none.
     """
@@ -33,6 +34,7 @@ class ServerSettings:
     stream_steps: int = 1
     stall_seconds: float = 300.0
     keepalive_seconds: float = 5.0
+    draft_trees: bool = False
     refuses_unknown: bool = True
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
 

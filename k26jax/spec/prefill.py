@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from k26jax.model.mla import Context
 from k26jax.model.prompt import PromptContext
+from k26jax.model.target import Rows
 from k26jax.sharding.collectives import whole_rows
 from k26jax.sharding.rules import MODEL
 from k26jax.spec.accept import cut_at_stop
@@ -71,6 +72,34 @@ def prefill(
 
     Donates: both caches of `state`, where the caller is jitted with it donated.
     """
+    rows, state = _committed(models, chunk, state, kernels)
+    last_row = jnp.maximum(chunk.count - 1, 0)
+    hidden = rows.hidden[0] if all_logits else rows.hidden[0, last_row][None]
+    logits = models.target.logits(hidden)
+    last_logits = logits[last_row] if all_logits else logits[0]
+    position = chunk.start + chunk.count
+    first_token = choose(
+        last_logits[None, None], position[None] - 1, jnp.zeros((1, 1), jnp.int32), chunk.sampling, 0
+    )[0, 0]
+    _, stopped = cut_at_stop(first_token[None, None], jnp.ones(1, int), chunk.sampling.stop_ids)
+    remaining = jnp.where(chunk.is_last & ~stopped[0], chunk.max_tokens - 1, 0)
+    slot = chunk.slot
+    state = dataclasses.replace(
+        state,
+        anchor=state.anchor.at[slot].set(first_token),
+        length=state.length.at[slot].set(position),
+        remaining=state.remaining.at[slot].set(remaining),
+        sampling=jax.tree.map(
+            lambda all_, one: all_.at[slot].set(one[0]), state.sampling, chunk.sampling
+        ),
+    )
+    return state, Prefilled(first_token, whole_rows(logits, MODEL))
+
+
+def _committed(
+    models: Models, chunk: Chunk, state: SpecState, kernels: str
+) -> tuple[Rows, SpecState]:
+    """Returns the chunk's rows, and the state with both caches holding them."""
     width = chunk.token_ids.shape[0]
     where: dict[str, Any] = {
         "slots": chunk.slot[None],
@@ -90,29 +119,7 @@ def prefill(
     else:
         cache = commit_latents(state.cache, rows, **where)
     draft_cache = commit_features(models, state, rows, **where)
-    last_row = jnp.maximum(chunk.count - 1, 0)
-    hidden = rows.hidden[0] if all_logits else rows.hidden[0, last_row][None]
-    logits = models.target.logits(hidden)
-    last_logits = logits[last_row] if all_logits else logits[0]
-    position = chunk.start + chunk.count
-    first_token = choose(
-        last_logits[None, None], position[None] - 1, jnp.zeros((1, 1), jnp.int32), chunk.sampling, 0
-    )[0, 0]
-    _, stopped = cut_at_stop(first_token[None, None], jnp.ones(1, int), chunk.sampling.stop_ids)
-    remaining = jnp.where(chunk.is_last & ~stopped[0], chunk.max_tokens - 1, 0)
-    slot = chunk.slot
-    state = dataclasses.replace(
-        state,
-        cache=cache,
-        draft_cache=draft_cache,
-        anchor=state.anchor.at[slot].set(first_token),
-        length=state.length.at[slot].set(position),
-        remaining=state.remaining.at[slot].set(remaining),
-        sampling=jax.tree.map(
-            lambda all_, one: all_.at[slot].set(one[0]), state.sampling, chunk.sampling
-        ),
-    )
-    return state, Prefilled(first_token, whole_rows(logits, MODEL))
+    return rows, dataclasses.replace(state, cache=cache, draft_cache=draft_cache)
 
 
 def _context(chunk: Chunk, state: SpecState, kernels: str) -> Context | PromptContext:

@@ -37,6 +37,7 @@ class ScriptedRunner:
         pace: seconds that a step takes.
         calls: the names of the calls, with their slots.
         error: raised by the next step, if set.
+        traced: whether each dispatch recorded trees.
     """
 
     def __init__(self, slots: int, script: Script):
@@ -46,6 +47,8 @@ class ScriptedRunner:
         self.calls: list[tuple[str, int]] = []
         self.pace = 0.0
         self.error: Exception | None = None
+        self.traced: list[bool] = []
+        self._roots: dict[int, int] = {}
         self._left: dict[int, deque[list[int]]] = {}
         self._stops: dict[int, int] = {}
         self._prompts: dict[int, deque[int | None]] = {}
@@ -72,10 +75,12 @@ class ScriptedRunner:
         first = self._prompts[slot].popleft()
         if first is not None:
             del self._prompts[slot]
+            self._roots[slot] = first
         return first
 
     def run(self, limit: int, *, record_trees: bool = False) -> Any:
         self.calls.append(("run", limit))
+        self.traced.append(record_trees)
         assert self.gate.wait(30)
         if self.error is not None:
             raise self.error
@@ -87,14 +92,38 @@ class ScriptedRunner:
         for number, step in enumerate(steps):
             for slot, run in step.items():
                 tokens[number, slot, : len(run)], counts[number, slot] = run, len(run)
+        trees, paths = self._trees(steps, width) if record_trees else (None, None)
         return SimpleNamespace(
             n_run=limit,
             tokens=tokens,
             emitted_len=counts,
             accepted_len=counts,
             rows=None,
-            trees=None,
+            trees=trees,
+            paths=paths,
         )
+
+    def _trees(self, steps: list[dict[int, list[int]]], width: int) -> tuple[Any, np.ndarray]:
+        """For each run a tree: the accepted path, and one more child of the root, its last node."""
+        shape = (len(steps), self.slots, width + 1)
+        trees = SimpleNamespace(
+            valid=np.zeros(shape, bool),
+            token_ids=np.zeros(shape, np.int32),
+            parent=np.zeros(shape, np.int32),
+            depth=np.zeros(shape, np.int32),
+        )
+        paths = np.zeros((len(steps), self.slots, width), np.int32)
+        for number, step in enumerate(steps):
+            for slot, run in step.items():
+                at, count = (number, slot), len(run)
+                nodes = [self._roots[slot], *run[:-1], 1]
+                trees.valid[at][: count + 1] = True
+                trees.token_ids[at][: count + 1] = nodes
+                trees.parent[at][1:count] = range(count - 1)
+                trees.depth[at][:count], trees.depth[at][count] = range(count), 1
+                paths[at][:count] = range(count)
+                self._roots[slot] = run[-1]
+        return trees, paths
 
     def release(self, slot: int) -> None:
         self.calls.append(("release", slot))
