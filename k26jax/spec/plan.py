@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from k26jax.config import Algorithm
 
@@ -14,6 +14,7 @@ class Plan:
     budget: tree nodes without the root; 0 means plain decoding.
     depth: drafted tokens of one pass, the greatest depth of a tree.
     block_size: rows of one draft pass.
+    widths: rows among which every step chooses, ascending from 1; none: always `width`.
     """
 
     algorithm: Algorithm = Algorithm.NONE
@@ -21,6 +22,7 @@ class Plan:
     depth: int = 0
     block_size: int = 0
     kernels: str = "reference"
+    widths: tuple[int, ...] = ()
 
     @classmethod
     def plain(cls, kernels: str = "reference") -> Plan:
@@ -38,6 +40,20 @@ class Plan:
         if budget == 0:
             return cls.plain(kernels)
         return cls(Algorithm.DDTREE, budget, min(depth, budget), block_size, kernels)
+
+    @classmethod
+    def auto(
+        cls, widths: tuple[int, ...], depth: int, block_size: int, kernels: str = "reference"
+    ) -> Plan:
+        """Returns the plan of DDTrees of which each step chooses the rows among `widths`."""
+        return replace(cls.tree(widths[-1] - 1, depth, block_size, kernels), widths=widths)
+
+    def of_width(self, width: int) -> Plan:
+        """Returns the plan of a step that verifies the first `width` rows of this one's tree.
+
+        One row is not plain decoding: the drafter reads on.
+        """
+        return replace(self, budget=width - 1, depth=min(self.depth, width - 1), widths=())
 
     @property
     def drafts(self) -> bool:

@@ -13,6 +13,7 @@ from k26jax.config import MAX_STOP_IDS, DraftConfig, ModelConfig
 from k26jax.model.cache import DraftCache, LatentCache
 from k26jax.model.drafter import Drafter
 from k26jax.model.target import Target
+from k26jax.spec.auto_width import AutoWidth
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class SpecState:
     length: committed tokens before the anchor; the anchor's absolute position.
     remaining: tokens the slot may still emit; 0: the slot is idle or done.
     sampling: how each slot chooses tokens.
+    auto: what the next step's rows are chosen by; None where all steps have as many.
     """
 
     cache: LatentCache
@@ -78,6 +80,7 @@ class SpecState:
     length: Int32[Array, "slot"]
     remaining: Int32[Array, "slot"]
     sampling: Sampling
+    auto: AutoWidth | None = None
 
     @classmethod
     def empty(
@@ -88,6 +91,7 @@ class SpecState:
         slots: int,
         capacity: int,
         dtype: DTypeLike,
+        auto: AutoWidth | None = None,
     ) -> Self:
         """Returns idle slots; `capacity` is the tokens one slot can hold."""
         draft_cache = (
@@ -100,6 +104,7 @@ class SpecState:
             length=jnp.zeros(slots, jnp.int32),
             remaining=jnp.zeros(slots, jnp.int32),
             sampling=Sampling.empty(slots),
+            auto=auto,
         )
 
     @property

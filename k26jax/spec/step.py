@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from k26jax.spec.accept import Accepted, accept
+from k26jax.spec.auto_step import auto_step
 from k26jax.spec.compact import compact
 from k26jax.spec.draft import draft
 from k26jax.spec.plan import Plan
@@ -22,6 +23,8 @@ def step(models: Models, state: SpecState, plan: Plan) -> tuple[SpecState, Tree,
 
     Plain decoding, the DFlash chain and DDTree differ in the tree alone; the tokens are the same.
     """
+    if plan.widths:
+        return auto_step(models, state, plan)
     with jax.named_scope("draft"):
         log_probs = draft(models, state, plan)
     with jax.named_scope("tree_build"):
@@ -40,6 +43,7 @@ class Steps(NamedTuple):
 
     n_run: steps that were run.
     tokens, emitted_len, accepted_len: as in `Accepted`.
+    rows: of each step's verification, where steps choose them; else None.
     trees, paths: the trees tried and the accepted nodes, if recorded.
     """
 
@@ -47,6 +51,7 @@ class Steps(NamedTuple):
     tokens: Int32[Array, "step b path"]
     emitted_len: Int32[Array, "step b"]
     accepted_len: Int32[Array, "step b"]
+    rows: Int32[Array, "step"] | None
     trees: Tree | None
     paths: Int32[Array, "step b path"] | None
 
@@ -70,7 +75,8 @@ def run_steps(
 
     def one(state: SpecState) -> tuple[SpecState, tuple]:
         state, tree, accepted = step(models, state, plan)
-        record = (accepted.tokens, accepted.emitted_len, accepted.accepted_len)
+        rows = None if state.auto is None else state.auto.rows
+        record = (accepted.tokens, accepted.emitted_len, accepted.accepted_len, rows)
         return state, record + ((tree, accepted.path) if record_trees else (None, None))
 
     def body(carry: tuple) -> tuple:

@@ -105,6 +105,7 @@ class ScriptedRunner:
             tokens=tokens,
             emitted_len=counts,
             accepted_len=counts,
+            rows=None,
             trees=trees,
             paths=paths,
         )
