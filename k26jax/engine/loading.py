@@ -26,6 +26,7 @@ from k26jax.engine.request import (
     spellings,
     token_ids_of,
 )
+from k26jax.engine.step_costs import CostTable, read_costs
 from k26jax.errors import CapacityError, KernelError, TokenizerError
 from k26jax.model.drafter import Drafter
 from k26jax.model.parameters import Params, abstract, arrays
@@ -33,6 +34,7 @@ from k26jax.model.target import Target
 from k26jax.pallas.gpu import architecture
 from k26jax.sharding.distributed import Cluster, join_cluster
 from k26jax.sharding.mesh import make_mesh
+from k26jax.spec.auto_width import AutoWidth
 from k26jax.spec.pages import Caches
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
@@ -53,6 +55,7 @@ class Prepared:
     placement: how the models are spread over a mesh; None on one device.
     cluster: the processes of the run; None if this is the only one.
     prefix_pages: pages of the prefix cache; 0: there is none.
+    costs: what steps cost, as far as it is known; None where all steps have as many rows.
     """
 
     config: EngineConfig
@@ -65,6 +68,7 @@ class Prepared:
     placement: Placement | None = None
     cluster: Cluster | None = None
     prefix_pages: int = 0
+    costs: CostTable | None = None
 
     @property
     def leads(self) -> bool:
@@ -128,6 +132,7 @@ class Prepared:
             slots=slots,
             capacity=capacity,
             dtype=self.dtype,
+            auto=self.costs and AutoWidth.of(*self.costs.arrays),
         )
 
     def require_memory(self, *, has_cache: bool = False, **needs: int) -> None:
@@ -205,16 +210,18 @@ def prepare(config: EngineConfig) -> Prepared:
         drafter = abstract(lambda rngs: Drafter(draft_config, dtype=dtype, rngs=rngs))
     eos_ids = model_config.eos_token_ids + (tokenizer.eos_ids if tokenizer else ())
     models = Models(abstract(lambda rngs: Target(model_config, dtype=dtype, rngs=rngs)), drafter)
+    plan = _plan(config, drafter, kernels)
     prepared = Prepared(
         config=config,
         models=models,
-        plan=_plan(config, drafter, kernels),
+        plan=plan,
         tokenizer=tokenizer,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
         context_length=context_length,
         dtype=dtype,
         placement=place(make_mesh(_tp_size(config, cluster), config.ep_size), models),
         cluster=cluster,
+        costs=_costs(config, plan, context_length),
     )
     return replace(prepared, prefix_pages=_prefix_pages(prepared))
 
@@ -264,6 +271,7 @@ def without_drafter(loaded: Loaded) -> Loaded:
         models=Models(loaded.models.target),
         params={"target": loaded.params["target"]},
         plan=Plan.plain(loaded.plan.kernels),
+        costs=None,
         placement=loaded.placement and loaded.placement.without_drafter(),
     )
     plain.require_memory()
@@ -323,7 +331,18 @@ def _plan(config: EngineConfig, drafter: Drafter | None, kernels: str) -> Plan:
     depth = drafter.config.depth_of(block_size)
     if config.algorithm is Algorithm.DFLASH:
         return Plan.chain(depth, block_size, kernels)
-    return Plan.tree(config.speculative_ddtree_budget, depth, block_size, kernels)
+    budget = config.speculative_ddtree_budget
+    if isinstance(budget, str):
+        return Plan.auto(config.ddtree_widths, depth, block_size, kernels)
+    return Plan.tree(budget, depth, block_size, kernels)
+
+
+def _costs(config: EngineConfig, plan: Plan, context_length: int) -> CostTable | None:
+    if not plan.widths:
+        return None
+    if config.speculative_cost_table is None:
+        return CostTable.unknown(plan.widths, context_length)
+    return read_costs(config.speculative_cost_table, plan.widths)
 
 
 def _prefix_pages(prepared: Prepared) -> int:

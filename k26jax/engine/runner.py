@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,10 +15,11 @@ from k26jax.engine.placement import places_of
 from k26jax.engine.prefix_cache import PROGRAMS, PrefixCache
 from k26jax.engine.request import Request
 from k26jax.engine.rows import adjustments_row, host_array, sampling_row
+from k26jax.engine.small_programs import SMALL
+from k26jax.engine.step_costs import CostTable
 from k26jax.errors import RequestError
 from k26jax.model.parameters import Params, bind
 from k26jax.pallas.gpu import architecture
-from k26jax.spec.adjust import Adjustments
 from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.prefill import Chunk, prefill
 from k26jax.spec.state import Models, SpecState
@@ -54,6 +54,7 @@ class Runner:
         self.slots = config.max_running_requests
         self._shapes = loaded.state_shapes()
         self._make_state = self._state_maker()
+        self._costs = loaded.costs
         self._state: SpecState | None = None
         self._prompts: dict[int, Iterator[Chunk]] = {}
         self._with_extras: set[int] = set()  # slots whose requests ask for more than tokens
@@ -65,8 +66,9 @@ class Runner:
     @property
     def programs(self) -> list[str]:
         """Names of the programs that plain generation needs."""
-        pages = [] if self._prefixes is None else PROGRAMS
-        return [f"prefill_{size}" for size in self.chunk_sizes] + ["steps", "release", *pages]
+        names = [f"prefill_{size}" for size in self.chunk_sizes] + ["steps", "release"]
+        names += [] if self._prefixes is None else PROGRAMS
+        return names if self._costs is None else [*names, "costs"]
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
         """Compiles all programs that generation needs, and then makes the slots' state.
@@ -191,6 +193,18 @@ class Runner:
         if self._prefixes is not None:
             self._prefixes.reset()
         self._state = self._make_state()
+        if self._costs is not None:
+            self.set_costs(self._costs)
+
+    @property
+    def costs(self) -> CostTable | None:
+        """What steps cost, by which they choose their rows; None where all have as many."""
+        return self._costs
+
+    def set_costs(self, costs: CostTable) -> None:
+        """Makes steps choose by these costs, and forget what drafts were worth."""
+        self._costs = costs
+        self._state = self._program("costs")(self.state, *self._small_arguments("costs"))
 
     @property
     def state(self) -> SpecState:
@@ -201,12 +215,8 @@ class Runner:
 
     def occupy(self, slot: int, *, length: int, max_tokens: int) -> None:
         """Makes a slot busy after `length` tokens that nobody computed, for measurements."""
-        state = self.state
-        self._state = dataclasses.replace(
-            state,
-            length=state.length.at[slot].set(length),
-            remaining=state.remaining.at[slot].set(max_tokens),
-        )
+        numbers = (slot, length, max_tokens)
+        self._state = self._program("occupy")(self.state, *map(np.int32, numbers))
 
     def put(self, slot: int, token_ids: Sequence[int], *, start: int) -> None:
         """Puts one chunk into a slot behind `start` tokens, for measurements."""
@@ -266,16 +276,23 @@ class Runner:
             program = self._placed(self._prefill_program(kind == "logits"), 2)
             program = jax.jit(program, donate_argnums=2)
             return program.lower(params, chunk, state).compile(compile_options())
-        if name in ("release", "adjust"):
+        if name in SMALL:
             places = None if self._loaded.placement is None else places_of(state)
-            slot, row = np.int32(0), jax.eval_shape(state.adjustments.of, np.int32(0))
-            function, more = (_release, ()) if name == "release" else (_adjust, (row,))
-            program = jax.jit(function, donate_argnums=0, out_shardings=places)
-            return program.lower(state, slot, *more).compile()
+            program = jax.jit(SMALL[name], donate_argnums=0, out_shardings=places)
+            return program.lower(state, *self._small_arguments(name)).compile()
         words = name.split("_")
         program = self._placed(self._steps_program("traced" in words, "extra" in words), 1)
         program = jax.jit(program, donate_argnums=1)
         return program.lower(params, state, np.int32(1)).compile(compile_options())
+
+    def _small_arguments(self, name: str) -> list[Any]:
+        if name == "costs":
+            assert self._costs is not None
+            return list(self._costs.arrays)
+        if name == "adjust":
+            row = jax.eval_shape(self._shapes.adjustments.of, np.int32(0))
+            return [np.int32(0), row]
+        return [np.int32(0)] * (3 if name == "occupy" else 1)
 
     def _state_maker(self) -> Callable[[], SpecState]:
         loaded = self._loaded
@@ -365,15 +382,3 @@ class Runner:
 def compile_options() -> dict[str, Any]:
     """Returns what XLA is told for every program that computes rows of the models."""
     return _OPTIONS | (_GPU_OPTIONS if jax.default_backend() == "gpu" else {})
-
-
-def _release(state: SpecState, slot: jax.Array) -> SpecState:
-    return dataclasses.replace(
-        state,
-        remaining=state.remaining.at[slot].set(0),
-        adjustments=state.adjustments.without(slot),
-    )
-
-
-def _adjust(state: SpecState, slot: jax.Array, row: Adjustments) -> SpecState:
-    return dataclasses.replace(state, adjustments=state.adjustments.with_slot(slot, row))
