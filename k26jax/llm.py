@@ -28,6 +28,7 @@ from k26jax.engine.request import (
     token_ids_of,
 )
 from k26jax.engine.runner import SHUT_DOWN
+from k26jax.engine.step_costs import settle_costs
 from k26jax.errors import K26Error, RequestError
 from k26jax.llm_chat import Chatting
 
@@ -107,7 +108,10 @@ class LLM(Chatting):
         on_compile: Callable[[str], None] | None,
     ) -> None:
         self._use(Engine(load(prepared, on_load)))
-        self.engine.runner.warm_up(on_compile)
+        runner, loaded = self.engine.runner, self.engine.loaded
+        runner.warm_up(on_compile)
+        if loaded.costs is not None and loaded.leads:
+            settle_costs(runner, loaded)
 
     def _use(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
@@ -138,6 +142,15 @@ class LLM(Chatting):
         Raises: ClusterError if a process of the run dies or hangs.
         """
         self.engine.follow()
+
+    @property
+    def step_costs(self) -> dict[str, Any] | None:
+        """Milliseconds of a step by width and context, as `speculative_cost_table` reads them.
+
+        None where the budget is fixed.
+        """
+        costs = self.engine.runner.costs
+        return None if costs is None else costs.record()
 
     def generate(
         self,

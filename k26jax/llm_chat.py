@@ -126,7 +126,7 @@ class Chatting(abc.ABC):
         if parallel_tool_calls not in (None, True, False):
             raise RequestError(f"parallel_tool_calls is {parallel_tool_calls!r:.80}, no boolean")
         if asked is not None:
-            loaded.check_structure(asked)
+            loaded.grammars.check(asked)
         assert loaded.tokenizer is not None, "a chat's prompt was made with the tokenizer"
         found = chat_structure(
             prompt,
@@ -138,7 +138,7 @@ class Chatting(abc.ABC):
         if found is None:
             return params
         for where, structure in parameters_structures(prompt.tools, tool_choice).items():
-            loaded.check_structure(structure, where)
+            loaded.grammars.check(structure, where)
         return dataclasses.replace(params, structured_outputs=found)
 
     def stream_chat(

@@ -120,6 +120,19 @@ def test_a_variable_sets_what_no_flag_does(capsys):
             engine_options(parser.parse_args(["--model", "m"]), {name: "many"})
 
 
+def test_a_budget_is_a_number_or_auto(capsys):
+    parser = Parser()
+    add_engine_options(parser)
+    for text, value in (("8", 8), ("auto", "auto")):
+        args = parser.parse_args(["--model", "m", "--ddtree-budget", text])
+        assert engine_options(args, {})["speculative_ddtree_budget"] == value
+        variable = {"K26JAX_MODEL_PATH": "m", "K26JAX_SPECULATIVE_DDTREE_BUDGET": text}
+        found = engine_options(parser.parse_args([]), variable)
+        assert found["speculative_ddtree_budget"] == value
+    assert main(["generate", "x", "--model", "m", "--ddtree-budget", "some"]) == 2
+    assert "'some', expected an integer from 0 to 254, or 'auto'" in capsys.readouterr().err
+
+
 def test_every_field_has_its_variable():
     parser = Parser()
     add_engine_options(parser)

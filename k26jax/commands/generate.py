@@ -21,7 +21,7 @@ from k26jax.commands.options import (
 )
 from k26jax.commands.terminal import Startup, say, uses_color
 from k26jax.commands.trees import draw_tree
-from k26jax.config import Algorithm, EngineConfig
+from k26jax.config import AUTO, Algorithm, EngineConfig
 from k26jax.engine.request import SamplingParams
 from k26jax.errors import RequestError
 
@@ -141,6 +141,9 @@ def _show_prompt(text: str) -> None:
 
 
 def _describe(config: EngineConfig) -> str:
+    if config.algorithm is Algorithm.DDTREE and config.speculative_ddtree_budget == AUTO:
+        widths = ", ".join(map(str, config.ddtree_widths))
+        return f"DDTREE, each step one of {widths} rows"
     if config.algorithm is Algorithm.DDTREE:
         return f"DDTREE, {config.speculative_ddtree_budget} nodes a tree"
     return "plain decoding" if config.algorithm is Algorithm.NONE else config.algorithm.value
@@ -218,6 +221,9 @@ def _report(output: CompletionOutput) -> None:
             f"{metrics.accept_length:.2f} tokens per target forward ({metrics.target_forwards} "
             f"forwards), accept length {sum(lengths) / len(lengths):.2f}"
         )
+    if metrics.rows:
+        counts = ", ".join(f"{count} of {rows}" for rows, count in sorted(metrics.rows.items()))
+        say(f"steps by rows: {counts}")
 
 
 def _compare(

@@ -192,9 +192,15 @@ def _readers() -> dict[str, Callable[[str], Any]]:
     """Returns, by field of EngineConfig, what turns text into its value."""
     readers: dict[str, Callable[[str], Any]] = {}
     for name, hint in typing.get_type_hints(EngineConfig).items():
-        (kind,) = set(typing.get_args(hint) or (hint,)) - {type(None)}
-        readers[name] = tokens if name in _TOKENS else switch if kind is bool else kind
+        kinds = set(typing.get_args(hint) or (hint,)) - {type(None)}
+        known = {frozenset((int,)): int, frozenset((int, str)): _number_or_word}
+        known[frozenset((bool,))] = switch
+        readers[name] = tokens if name in _TOKENS else known.get(frozenset(kinds), str)
     return readers
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if re.fullmatch("-?[0-9]{1,12}", text) else text
 
 
 def widths_of(text: str) -> tuple[int, ...]:

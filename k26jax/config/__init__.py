@@ -2,6 +2,7 @@
 
 from k26jax.config.draft import DraftConfig
 from k26jax.config.engine import (
+    AUTO,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
@@ -16,6 +17,7 @@ from k26jax.config.quantization import Quantization
 from k26jax.config.rope import RopeConfig
 
 __all__ = [
+    "AUTO",
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_TOKENS",
     "MAX_LOGIT_BIAS",

@@ -16,6 +16,10 @@ MAX_LOGPROBS = 20  # most likely tokens that are told beside each token
 MAX_LOGIT_BIAS = 300  # tokens with a bias, of one request
 MAX_BAD_WORDS = 64  # spellings of bad words, of one request
 MAX_BAD_WORD_TOKENS = 16  # tokens of one spelling
+AUTO = "auto"
+_WIDTHS = (1, 2, 4, 8, 16, 32)
+# Rows of one step, all sequences together, up to which a width is compiled unasked.
+_MOST_ROWS = 256
 
 
 class Algorithm(Enum):
@@ -47,8 +51,22 @@ class EngineConfig:
     speculative_algorithm: str | None = option(
         None, "DDTREE, DFLASH or NONE; default: DDTREE if a drafter is given, else NONE"
     )
-    speculative_ddtree_budget: int = option(
-        16, "tree nodes without the root, 0 to 254", aliases=["--ddtree-budget"]
+    speculative_ddtree_budget: int | str = option(
+        16,
+        "tree nodes without the root, 0 to 254; auto: each step as many as pay, from what the "
+        "drafter is sure of and what steps cost here",
+        aliases=["--ddtree-budget"],
+    )
+    speculative_ddtree_widths: str = option(
+        "auto",
+        "rows of a step, root included, among which a budget of auto chooses, such as 1,4,8,16; "
+        "each is compiled; auto: 1,2,4,8,16,32 as far as they fit the running requests",
+    )
+    speculative_cost_table: str | None = option(
+        None,
+        "JSON file of what steps cost, for a budget of auto; default: measured at the first start "
+        "and kept beside the compiled programs",
+        is_path=True,
     )
     speculative_dflash_block_size: int | None = option(
         None, "rows of one draft pass; default: the drafter's own"
@@ -141,12 +159,18 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
+            if name == "speculative_ddtree_budget" and value == AUTO:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise RequestError(f"{name} = {value!r}, expected an integer from {low} to {high}")
+                auto = ", or 'auto'" if name == "speculative_ddtree_budget" else ""
+                raise RequestError(
+                    f"{name} = {value!r}, expected an integer from {low} to {high}{auto}"
+                )
         if not isinstance(self.enable_prefix_caching, bool):
             raise RequestError(
                 f"enable_prefix_caching = {self.enable_prefix_caching!r}, expected true or false"
             )
+        self._check_auto()
         self._check_processes()
         for item in fields(self):
             choices = item.metadata.get("choices")
@@ -154,6 +178,42 @@ class EngineConfig:
                 raise RequestError(
                     f"{item.name} = {getattr(self, item.name)!r}, expected one of {choices}"
                 )
+
+    def _check_auto(self) -> None:
+        """Raises RequestError for widths that are none, or options that a fixed budget ignores."""
+        self.ddtree_widths  # noqa: B018 - refuses what is no list of widths
+        if self.speculative_ddtree_budget == AUTO:
+            return
+        for name, default in (
+            ("speculative_ddtree_widths", AUTO),
+            ("speculative_cost_table", None),
+        ):
+            if getattr(self, name) != default:
+                raise RequestError(
+                    f"{name} = {getattr(self, name)!r} means something for "
+                    f"speculative_ddtree_budget = 'auto' alone, which is "
+                    f"{self.speculative_ddtree_budget}"
+                )
+
+    @property
+    def ddtree_widths(self) -> tuple[int, ...]:
+        """Rows of a step among which a budget of "auto" chooses, ascending; 1 is always there.
+
+        Raises: RequestError if they are no list of widths.
+        """
+        text = self.speculative_ddtree_widths
+        if text == AUTO:
+            most = max(_MOST_ROWS // self.max_running_requests, 2)
+            return tuple(width for width in _WIDTHS if width <= most)
+        words = [word.strip() for word in text.split(",")]
+        good = all(word.isdecimal() and 1 <= int(word) <= MAX_BUDGET + 1 for word in words)
+        widths = {1, *map(int, words)} if good else {1}
+        if len(widths) == 1:
+            raise RequestError(
+                f"speculative_ddtree_widths = {text!r}, expected rows from 1 to {MAX_BUDGET + 1}, "
+                "at least one of them above 1, such as '1,4,8,16', or 'auto'"
+            )
+        return tuple(sorted(widths))
 
     def _check_processes(self) -> None:
         """Raises RequestError unless the options of a run of several processes fit together."""

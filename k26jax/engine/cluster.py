@@ -16,6 +16,7 @@ import numpy as np
 from k26jax.engine.loading import Loaded
 from k26jax.engine.request import Request, SamplingParams
 from k26jax.engine.runner import Runner
+from k26jax.engine.step_costs import CostTable
 from k26jax.sharding.distributed import Cluster
 from k26jax.spec.step import Steps
 
@@ -28,7 +29,10 @@ def make_runner(loaded: Loaded) -> Runner:
     cluster = loaded.cluster
     if cluster is None:
         return Runner(loaded)
-    own = ("process_id", "model_path", "speculative_draft_model_path", "compile_cache_dir")
+    own = (
+        "process_id", "model_path", "speculative_draft_model_path", "compile_cache_dir",
+        "speculative_cost_table",
+    )  # fmt: skip
     options = {k: v for k, v in dataclasses.asdict(loaded.config).items() if k not in own}
     cluster.agree("options", options)
     return (LeadingRunner if cluster.leads else JoinedRunner)(loaded, cluster)
@@ -98,6 +102,16 @@ class LeadingRunner(JoinedRunner):
         with self._told("release", slot=slot):
             super().release(slot)
 
+    def set_costs(self, costs: CostTable) -> None:
+        """See `Runner`; what process 0 measured holds for all, or they would choose unlike."""
+        with self._told("set_costs", costs=dataclasses.asdict(costs)):
+            super().set_costs(costs)
+
+    def occupy(self, slot: int, *, length: int, max_tokens: int) -> None:
+        """See `Runner`."""
+        with self._told("occupy", slot=slot, length=length, max_tokens=max_tokens):
+            super().occupy(slot, length=length, max_tokens=max_tokens)
+
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """See `Runner`."""
         with self._told("logits", token_ids=[int(token) for token in token_ids]):
@@ -149,6 +163,10 @@ def _begin(runner: Runner, slot: int, request: dict[str, Any]) -> None:
     runner.begin(slot, Request(**settings))
 
 
+def _set_costs(runner: Runner, costs: dict[str, Any]) -> None:
+    runner.set_costs(CostTable(**costs))
+
+
 _CALLS: dict[str, Callable[..., Any]] = {
     "warm_up_traces": Runner.warm_up_traces,
     "warm_up_extras": Runner.warm_up_extras,
@@ -158,6 +176,8 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "flush": Runner.flush,
     "run": Runner.run,
     "release": Runner.release,
+    "set_costs": _set_costs,
+    "occupy": Runner.occupy,
     "logits": Runner.logits,
     "reset": Runner.reset,
     "close": Runner.close,

@@ -36,6 +36,11 @@ def keep_compiled_programs(directory: str) -> None:
         compilation_cache.reset_cache()
 
 
+def folder_in_use() -> str | None:
+    """Returns where this process keeps compiled programs; None: nowhere."""
+    return getattr(jax.config, _SETTING)
+
+
 def default_folder() -> Path:
     """Returns the folder of "auto": k26jax/compiled under the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")

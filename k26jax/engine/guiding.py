@@ -10,7 +10,6 @@ import numpy as np
 
 from k26jax.engine.loading import Loaded
 from k26jax.engine.request import Request
-from k26jax.errors import RequestError
 from k26jax.model.parameters import Params
 from k26jax.spec.guided import as_steps, blank_between, propose, settle
 from k26jax.spec.masks import all_allowed
@@ -26,11 +25,10 @@ class Guiding:
     """Which slots follow a grammar, and where they are in it.
 
     Args:
-        grammars: None where no request has one.
         vocab_size: of the model.
     """
 
-    def __init__(self, grammars: Grammars | None, vocab_size: int):
+    def __init__(self, grammars: Grammars, vocab_size: int):
         self._grammars, self._vocab_size = grammars, vocab_size
         self._guides: dict[int, Guide] = {}
         self._free = all_allowed(vocab_size=vocab_size)
@@ -48,8 +46,6 @@ class Guiding:
         self._guides.pop(slot, None)
         structure = request.params.structured_outputs
         if structure is not None:
-            if self._grammars is None:
-                raise RequestError("structured_outputs are given, but this engine has no grammars")
             self._guides[slot] = self._grammars.guide(structure)
 
     def end(self, slot: int) -> None:
@@ -64,7 +60,6 @@ class Guiding:
         """Returns the mask of the first token of a slot's answer, uint32 [words]."""
         if slot not in self._guides:
             return self._free
-        assert self._grammars is not None
         masks = all_allowed(1, vocab_size=self._vocab_size)
         self._grammars.fill(self._guides[slot].collect([0], [-1], masks, 0), masks)
         return masks[0]
@@ -77,7 +72,6 @@ class Guiding:
 
         Cost: a copy of a matcher and a mask for each node that the grammar allows.
         """
-        assert self._grammars is not None
         slots, width = trees.token_ids.shape
         masks = all_allowed(slots * width, vocab_size=self._vocab_size)
         found = []

@@ -19,25 +19,20 @@ from k26jax.engine import arranging
 from k26jax.engine.compile_cache import keep_compiled_programs
 from k26jax.engine.memory import available_bytes, require_memory, tree_bytes
 from k26jax.engine.placement import Placement, place, places_of
-from k26jax.engine.request import (
-    Request,
-    SamplingParams,
-    make_request,
-    spellings,
-    token_ids_of,
-)
-from k26jax.errors import CapacityError, KernelError, RequestError, TokenizerError
+from k26jax.engine.request import Request, SamplingParams, make_request, spellings, token_ids_of
+from k26jax.engine.step_costs import CostTable, read_costs
+from k26jax.errors import CapacityError, KernelError, TokenizerError
 from k26jax.model.drafter import Drafter
 from k26jax.model.parameters import Params, abstract, arrays
 from k26jax.model.target import Target
 from k26jax.pallas.gpu import architecture
 from k26jax.sharding.distributed import Cluster, join_cluster
 from k26jax.sharding.mesh import make_mesh
+from k26jax.spec.auto_width import AutoWidth
 from k26jax.spec.pages import Caches
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
-from k26jax.text.grammar import Grammars
-from k26jax.text.structured import STRUCTURED, Structure
+from k26jax.text.grammar import NO_GRAMMARS, Grammars
 from k26jax.text.tokenizer import Tokenizer, load_tokenizer
 
 DEFAULT_CONTEXT = 4096
@@ -54,8 +49,9 @@ class Prepared:
     context_length: tokens of one sequence.
     placement: how the models are spread over a mesh; None on one device.
     cluster: the processes of the run; None if this is the only one.
-    grammars: what shapes answers; None for models that no folder gave.
+    grammars: what shapes answers.
     prefix_pages: pages of the prefix cache; 0: there is none.
+    costs: what steps cost, as far as it is known; None where all steps have as many rows.
     """
 
     config: EngineConfig
@@ -67,8 +63,9 @@ class Prepared:
     dtype: jnp.dtype
     placement: Placement | None = None
     cluster: Cluster | None = None
-    grammars: Grammars | None = None
+    grammars: Grammars = NO_GRAMMARS
     prefix_pages: int = 0
+    costs: CostTable | None = None
 
     @property
     def leads(self) -> bool:
@@ -100,7 +97,7 @@ class Prepared:
         Raises: RequestError or TokenizerError if the prompt cannot be run.
         """
         if params.structured_outputs is not None:
-            self.check_structure(params.structured_outputs)
+            self.grammars.check(params.structured_outputs)
         return make_request(
             self.encode(prompt),
             params,
@@ -110,12 +107,6 @@ class Prepared:
             seed=seed,
             bad_words=spellings(params.bad_words or (), self.encode),
         )
-
-    def check_structure(self, structure: Structure, where: str = STRUCTURED) -> None:
-        """Raises RequestError, about `where`, unless answers can be held to a checked structure."""
-        if self.grammars is None:
-            raise RequestError(f"{where} needs a model's folder; this model has none")
-        self.grammars.check(structure, where)
 
     @property
     def page_tokens(self) -> int:
@@ -140,6 +131,7 @@ class Prepared:
             slots=slots,
             capacity=capacity,
             dtype=self.dtype,
+            auto=self.costs and AutoWidth.of(*self.costs.arrays),
         )
 
     def require_memory(self, *, has_cache: bool = False, **needs: int) -> None:
@@ -215,13 +207,14 @@ def prepare(config: EngineConfig) -> Prepared:
         draft_config = DraftConfig.from_folder(draft_folder)
         draft_config.check_target(model_config, str(draft_folder))
         drafter = abstract(lambda rngs: Drafter(draft_config, dtype=dtype, rngs=rngs))
-    eos_ids = model_config.eos_token_ids + (tokenizer.eos_ids if tokenizer else ())
+    named = model_config.eos_token_ids + (tokenizer.eos_ids if tokenizer else ())
+    eos_ids = tuple(dict.fromkeys(named))
     models = Models(abstract(lambda rngs: Target(model_config, dtype=dtype, rngs=rngs)), drafter)
-    eos_ids = tuple(dict.fromkeys(eos_ids))
+    plan = _plan(config, drafter, kernels)
     prepared = Prepared(
         config=config,
         models=models,
-        plan=_plan(config, drafter, kernels),
+        plan=plan,
         tokenizer=tokenizer,
         eos_ids=eos_ids,
         context_length=context_length,
@@ -229,6 +222,7 @@ def prepare(config: EngineConfig) -> Prepared:
         placement=place(make_mesh(_tp_size(config, cluster), config.ep_size), models),
         cluster=cluster,
         grammars=Grammars(tokenizer, model_config.vocab_size, eos_ids),
+        costs=_costs(config, plan, context_length),
     )
     return replace(prepared, prefix_pages=_prefix_pages(prepared))
 
@@ -278,6 +272,7 @@ def without_drafter(loaded: Loaded) -> Loaded:
         models=Models(loaded.models.target),
         params={"target": loaded.params["target"]},
         plan=Plan.plain(loaded.plan.kernels),
+        costs=None,
         placement=loaded.placement and loaded.placement.without_drafter(),
     )
     plain.require_memory()
@@ -337,7 +332,18 @@ def _plan(config: EngineConfig, drafter: Drafter | None, kernels: str) -> Plan:
     depth = drafter.config.depth_of(block_size)
     if config.algorithm is Algorithm.DFLASH:
         return Plan.chain(depth, block_size, kernels)
-    return Plan.tree(config.speculative_ddtree_budget, depth, block_size, kernels)
+    budget = config.speculative_ddtree_budget
+    if isinstance(budget, str):
+        return Plan.auto(config.ddtree_widths, depth, block_size, kernels)
+    return Plan.tree(budget, depth, block_size, kernels)
+
+
+def _costs(config: EngineConfig, plan: Plan, context_length: int) -> CostTable | None:
+    if not plan.widths:
+        return None
+    if config.speculative_cost_table is None:
+        return CostTable.unknown(plan.widths, context_length)
+    return read_costs(config.speculative_cost_table, plan.widths)
 
 
 def _prefix_pages(prepared: Prepared) -> int:

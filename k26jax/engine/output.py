@@ -38,6 +38,7 @@ class RequestMetrics:
         is not counted.
     accept_lengths: nodes accepted by each of them, the root included, limits aside.
     cached_tokens: prompt tokens taken from the prefix cache instead of run.
+    rows: how many of them had how many rows, where each step chooses; else empty.
     """
 
     ttft_seconds: float = 0.0
@@ -46,6 +47,11 @@ class RequestMetrics:
     target_forwards: int = 0
     accept_lengths: list[int] = field(default_factory=list)
     cached_tokens: int = 0
+    rows: dict[int, int] = field(default_factory=dict)
+
+    def count_rows(self, rows: int) -> None:
+        """Counts a decoding pass of as many rows."""
+        self.rows[rows] = self.rows.get(rows, 0) + 1
 
     @property
     def tokens_per_second(self) -> float:
@@ -105,6 +111,8 @@ class CompletionOutput:
                 [{"token_id": id, **asdict(item)} for id, item in token.items()]
                 for token in self.logprobs
             ]
+        if self.metrics.rows:
+            found["metrics"]["rows"] = {str(n): c for n, c in sorted(self.metrics.rows.items())}
         if self.message is not None and self.message.finish is not None:
             found["message"] = self.message.record()
             found["finish_reason"] = self.message.finish.reason

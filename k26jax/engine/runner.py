@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +17,11 @@ from k26jax.engine.placement import places_of
 from k26jax.engine.prefix_cache import PROGRAMS, PrefixCache
 from k26jax.engine.request import Request
 from k26jax.engine.rows import adjustments_row, host_array, sampling_row
+from k26jax.engine.small_programs import SMALL
+from k26jax.engine.step_costs import CostTable
 from k26jax.errors import RequestError
 from k26jax.model.parameters import Params, bind
 from k26jax.pallas.gpu import architecture
-from k26jax.spec.adjust import Adjustments
 from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.prefill import Chunk, prefill
 from k26jax.spec.state import Models, SpecState
@@ -46,6 +46,7 @@ class Runner:
         self.slots = config.max_running_requests
         self._shapes = loaded.state_shapes()
         self._make_state = self._state_maker()
+        self._costs = loaded.costs
         self._state: SpecState | None = None
         self._prompts: dict[int, Iterator[Chunk]] = {}
         self._with_extras: set[int] = set()  # slots whose requests ask for more than tokens
@@ -58,8 +59,9 @@ class Runner:
     @property
     def programs(self) -> list[str]:
         """Names of the programs that plain generation needs."""
-        pages = [] if self._prefixes is None else PROGRAMS
-        return [f"prefill_{size}" for size in self.chunk_sizes] + ["steps", "release", *pages]
+        names = [f"prefill_{size}" for size in self.chunk_sizes] + ["steps", "release"]
+        names += [] if self._prefixes is None else PROGRAMS
+        return names if self._costs is None else [*names, "costs"]
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
         """Compiles all programs that generation needs, and then makes the slots' state.
@@ -69,10 +71,7 @@ class Runner:
 
         Raises: CapacityError if state and programs do not fit in memory together.
         """
-        for name in self.programs:
-            if progress:
-                progress(name)
-            self._program(name)
+        self._compile_all(self.programs, progress)
         self.restore()
 
     def warm_up_traces(self, *, has_extras: bool = False) -> None:
@@ -84,21 +83,11 @@ class Runner:
 
         Without this they are compiled when the first such request comes.
         """
-        for name in ("extra_steps", "adjust"):
-            if progress:
-                progress(name)
-            self._program(name)
+        self._compile_all(("extra_steps", "adjust"), progress)
 
     def warm_up_guided(self, progress: Callable[[str], None] | None = None) -> None:
-        """Compiles the two programs of a step in which a request follows a grammar.
-
-        Args:
-          progress: as `warm_up` calls it.
-        """
-        for name in GUIDED:
-            if progress:
-                progress(name)
-            self._program(name)
+        """Compiles the two programs of a step in which a request follows a grammar."""
+        self._compile_all(GUIDED, progress)
 
     def prefill(self, slot: int, request: Request) -> int:
         """Returns the first token of a request, whose prompt is now in `slot`."""
@@ -210,6 +199,18 @@ class Runner:
         if self._prefixes is not None:
             self._prefixes.reset()
         self._state = self._make_state()
+        if self._costs is not None:
+            self.set_costs(self._costs)
+
+    @property
+    def costs(self) -> CostTable | None:
+        """What steps cost, by which they choose their rows; None where all have as many."""
+        return self._costs
+
+    def set_costs(self, costs: CostTable) -> None:
+        """Makes steps choose by these costs, and forget what drafts were worth."""
+        self._costs = costs
+        self._state = self._program("costs")(self.state, *self._small_arguments("costs"))
 
     @property
     def state(self) -> SpecState:
@@ -220,12 +221,8 @@ class Runner:
 
     def occupy(self, slot: int, *, length: int, max_tokens: int) -> None:
         """Makes a slot busy after `length` tokens that nobody computed, for measurements."""
-        state = self.state
-        self._state = dataclasses.replace(
-            state,
-            length=state.length.at[slot].set(length),
-            remaining=state.remaining.at[slot].set(max_tokens),
-        )
+        numbers = (slot, length, max_tokens)
+        self._state = self._program("occupy")(self.state, *map(np.int32, numbers))
 
     def put(self, slot: int, token_ids: Sequence[int], *, start: int) -> None:
         """Puts one chunk into a slot behind `start` tokens, for measurements."""
@@ -259,6 +256,12 @@ class Runner:
             self._prefixes.close()
         self._is_closed = True
 
+    def _compile_all(self, names: Sequence[str], progress: Callable[[str], None] | None) -> None:
+        for name in names:
+            if progress:
+                progress(name)
+            self._program(name)
+
     def _program(self, name: str) -> Callable[..., Any]:
         if self._is_closed:
             raise RequestError(SHUT_DOWN)
@@ -285,12 +288,10 @@ class Runner:
             program = self._placed(self._prefill_program(kind == "logits"), 2)
             program = jax.jit(program, donate_argnums=2)
             return program.lower(params, chunk, state).compile(compile_options())
-        if name in ("release", "adjust"):
+        if name in SMALL:
             places = None if self._loaded.placement is None else places_of(state)
-            slot, row = np.int32(0), jax.eval_shape(state.adjustments.of, np.int32(0))
-            function, more = (_release, ()) if name == "release" else (_adjust, (row,))
-            program = jax.jit(function, donate_argnums=0, out_shardings=places)
-            return program.lower(state, slot, *more).compile()
+            program = jax.jit(SMALL[name], donate_argnums=0, out_shardings=places)
+            return program.lower(state, *self._small_arguments(name)).compile()
         if name in GUIDED:
             program, between = guided_program(name, self._loaded, self._models)
             program = jax.jit(self._placed(program, 2), donate_argnums=2)
@@ -299,6 +300,15 @@ class Runner:
         program = self._placed(self._steps_program("traced" in words, "extra" in words), 1)
         program = jax.jit(program, donate_argnums=1)
         return program.lower(params, state, np.int32(1)).compile(compile_options())
+
+    def _small_arguments(self, name: str) -> list[Any]:
+        if name == "costs":
+            assert self._costs is not None
+            return list(self._costs.arrays)
+        if name == "adjust":
+            row = jax.eval_shape(self._shapes.adjustments.of, np.int32(0))
+            return [np.int32(0), row]
+        return [np.int32(0)] * (3 if name == "occupy" else 1)
 
     def _state_maker(self) -> Callable[[], SpecState]:
         loaded = self._loaded
@@ -384,15 +394,3 @@ class Runner:
             sampling=sampling_row(request),
             allowed=host_array(self._guiding.first_mask(slot), np.uint32),
         )
-
-
-def _release(state: SpecState, slot: jax.Array) -> SpecState:
-    return dataclasses.replace(
-        state,
-        remaining=state.remaining.at[slot].set(0),
-        adjustments=state.adjustments.without(slot),
-    )
-
-
-def _adjust(state: SpecState, slot: jax.Array, row: Adjustments) -> SpecState:
-    return dataclasses.replace(state, adjustments=state.adjustments.with_slot(slot, row))

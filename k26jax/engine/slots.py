@@ -153,6 +153,8 @@ class Slots:
                 if not count:
                     continue
                 running.metrics.target_forwards += 1
+                if steps.rows is not None:
+                    running.metrics.count_rows(int(steps.rows[step]))
                 running.metrics.accept_lengths.append(int(steps.accepted_len[step, slot]))
                 token_ids = steps.tokens[step, slot, :count].tolist()
                 traces = [] if steps.trees is None else [_trace(steps, step, slot)]

@@ -150,7 +150,7 @@ def _told(llm: LLM, params: SamplingParams) -> TokenLogprobs | None:
 def _check_structure(llm: LLM, body: Asked, params: SamplingParams) -> None:
     """Raises RequestError that names response_format, where a shape that it gives cannot be had."""
     if params.structured_outputs is not None and body.response_format is not None:
-        llm.engine.loaded.check_structure(params.structured_outputs, "response_format")
+        llm.engine.loaded.grammars.check(params.structured_outputs, "response_format")
 
 
 def _check_backend(body: Asked, params: SamplingParams, settings: ServerSettings) -> None:

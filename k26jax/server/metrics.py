@@ -25,7 +25,7 @@ class Metrics:
         model: name of the model, the only label that all metrics share.
 
     Attributes:
-        drafted: nodes besides the root that a step tries.
+        drafted: nodes besides the root that a step tries, where all try as many.
         tokens: generated so far.
     """
 
@@ -34,6 +34,7 @@ class Metrics:
         self._model, self.drafted = model, 0
         self._last: dict[int, float] = {}
         self._lengths: Tally[int] = Tally()
+        self._rows: Tally[int] = Tally()
         self._lock = threading.Lock()
         self.tokens = 0
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
@@ -47,6 +48,7 @@ class Metrics:
         self._drafts = self._counter("spec_decode_num_drafts", "Decoding steps of sequences")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tree nodes tried")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Tree nodes accepted")
+        self._steps = self._counter("spec_decode_steps", "Decoding steps by their rows", "rows")
         self._ttft = self._histogram("time_to_first_token_seconds", "From queued to first", _LONG)
         self._itl = self._histogram("inter_token_latency_seconds", "Between two steps", _SHORT)
         self._e2e = self._histogram("e2e_request_latency_seconds", "From queued to end", _LONG)
@@ -99,11 +101,16 @@ class Metrics:
         if job.first_at is not None:
             self._decode.labels(self._model).observe(job.ended_at - job.first_at)
         self._drafts.labels(self._model).inc(metrics.target_forwards)
-        self._draft_tokens.labels(self._model).inc(metrics.target_forwards * self.drafted)
+        rows = metrics.rows or {self.drafted + 1: metrics.target_forwards}
+        tried = sum((width - 1) * steps for width, steps in rows.items())
+        self._draft_tokens.labels(self._model).inc(tried)
+        for width, steps in rows.items():
+            self._steps.labels(self._model, width).inc(steps)
         nodes = sum(metrics.accept_lengths) - metrics.target_forwards
         self._accepted.labels(self._model).inc(nodes)
         with self._lock:
             self._lengths.update(metrics.accept_lengths)
+            self._rows.update(rows)
         for length in metrics.accept_lengths:
             self._length.labels(self._model).observe(length)
 
@@ -115,6 +122,11 @@ class Metrics:
         """Returns how many steps accepted how many nodes, the root included."""
         with self._lock:
             return dict(sorted(self._lengths.items()))
+
+    def rows(self) -> dict[int, int]:
+        """Returns how many decoding steps had how many rows, of all sequences that ended."""
+        with self._lock:
+            return dict(sorted(self._rows.items()))
 
     def text(self) -> bytes:
         """Returns all metrics in Prometheus' format."""

@@ -249,6 +249,8 @@ class Service:
             "counts": dataclasses.asdict(scheduler.counts),
             "accept_lengths": self.metrics.accept_lengths(),
             "prefix_cache": {"kept_tokens": kept, "tokens": room},
+            "rows": self.metrics.rows(),
+            "step_costs": loaded.costs and self.llm.step_costs,
         }
 
     def warn_without_chat(self) -> None:

@@ -1,16 +1,25 @@
 """Stage compact: the accepted rows become the newest rows of both caches."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float, Int32
 
 from k26jax.model.cache import DraftCache, LatentCache
 from k26jax.model.target import Rows
 from k26jax.pallas.norm import append
 from k26jax.spec.accept import Accepted
 from k26jax.spec.state import Models, SpecState
+
+
+class PathRows(NamedTuple):
+    """The rows of an accepted path that the caches are made from; as in `Rows`."""
+
+    c_kv: Float[Array, "l b path c"]
+    k_pe: Float[Array, "l b path r"]
+    features: Float[Array, "b path features"]
 
 
 def compact(
@@ -23,13 +32,27 @@ def compact(
 
     Donates: both caches of `state`, where the caller is jitted with it donated.
     """
-    slots = jnp.arange(state.anchor.shape[0])
-    taken = Rows(
-        hidden=_take(rows.hidden, accepted.path),
+    return commit_accepted(models, state, path_rows(rows, accepted), accepted, kernels)
+
+
+def path_rows(rows: Rows, accepted: Accepted) -> PathRows:
+    """Returns the rows of the accepted path, in order; its padding takes the root's."""
+    return PathRows(
         c_kv=_take(rows.c_kv, accepted.path[None]),
         k_pe=_take(rows.k_pe, accepted.path[None]),
         features=_take(rows.features, accepted.path),
     )
+
+
+def commit_accepted(
+    models: Models,
+    state: SpecState,
+    taken: PathRows,
+    accepted: Accepted,
+    kernels: str = "reference",
+) -> SpecState:
+    """Returns the state with `path_rows` committed, as far as they are emitted; see `compact`."""
+    slots = jnp.arange(state.anchor.shape[0])
     where = {"slots": slots, "start": state.length, "count": accepted.emitted_len}
     return dataclasses.replace(
         state,
@@ -43,7 +66,7 @@ def compact(
 
 def commit_latents(
     cache: LatentCache,
-    rows: Rows,
+    rows: Rows | PathRows,
     *,
     slots: Int32[Array, "b"],
     start: Int32[Array, "b"],
@@ -58,7 +81,7 @@ def commit_latents(
 def commit_features(
     models: Models,
     state: SpecState,
-    rows: Rows,
+    rows: Rows | PathRows,
     *,
     slots: Int32[Array, "b"],
     start: Int32[Array, "b"],

@@ -38,24 +38,29 @@ def adjust_nodes(
     )
 
 
-def note(
-    logits: Float32[Array, "b t w"], state: SpecState, accepted: Accepted, plan: Plan
-) -> tuple[SpecState, Accepted]:
-    """Returns the state with the emitted tokens counted, and what was accepted with its
-    log-probabilities; both as they are without extras.
+def tell(
+    logits: Float32[Array, "b t w"], accepted: Accepted, state: SpecState, plan: Plan
+) -> Accepted:
+    """Returns what was accepted with its log-probabilities; as it is without extras.
 
     Args:
       logits: of all nodes, as the target gave them.
     """
     if not plan.has_extras:
-        return state, accepted
+        return accepted
     log_probs = log_probs_of(
         logits, accepted.path, accepted.tokens, state.sampling.tells_log_probs, plan.kernels
     )
+    return accepted._replace(log_probs=log_probs)
+
+
+def count(state: SpecState, accepted: Accepted, plan: Plan) -> SpecState:
+    """Returns the state with the emitted tokens counted; as it is without extras."""
+    if not plan.has_extras:
+        return state
     slots = jnp.arange(state.anchor.shape[0])
     counted = state.adjustments.emitted(slots, accepted.tokens, accepted.emitted_len)
-    state = dataclasses.replace(state, adjustments=counted)
-    return state, accepted._replace(log_probs=log_probs)
+    return dataclasses.replace(state, adjustments=counted)
 
 
 def choose_first(

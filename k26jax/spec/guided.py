@@ -14,7 +14,7 @@ from jaxtyping import Array, UInt32
 from k26jax.spec.accept import Accepted, accept
 from k26jax.spec.compact import compact
 from k26jax.spec.draft import draft
-from k26jax.spec.extras import adjust_nodes, note
+from k26jax.spec.extras import adjust_nodes, count, tell
 from k26jax.spec.masks import all_allowed, mask_logits
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
@@ -49,7 +49,8 @@ def settle(
     with jax.named_scope("accept"):
         logits = adjust_nodes(tree, tree_logits.logits, state, plan)
         accepted = accept(tree, mask_logits(logits, allowed), state, plan)
-        state, accepted = note(tree_logits.logits, state, accepted, plan)
+        accepted = tell(tree_logits.logits, accepted, state, plan)
+        state = count(state, accepted, plan)
     with jax.named_scope("compact"):
         state = compact(models, state, tree_logits.rows, accepted, plan.kernels)
     return state, accepted
@@ -75,6 +76,7 @@ def as_steps(accepted: Accepted, trees: Tree | None) -> Steps:
         tokens=accepted.tokens,
         emitted_len=accepted.emitted_len,
         accepted_len=accepted.accepted_len,
+        rows=None,
         trees=trees,
         paths=None if trees is None else accepted.path,
         log_probs=accepted.log_probs,

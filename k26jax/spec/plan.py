@@ -16,6 +16,7 @@ class Plan:
     block_size: rows of one draft pass.
     has_extras: adjusts logits and tells log-probabilities for the slots that ask for it; a program
         without them does neither, and costs nothing for it.
+    widths: rows among which every step chooses, ascending from 1; none: always `width`.
     """
 
     algorithm: Algorithm = Algorithm.NONE
@@ -24,6 +25,7 @@ class Plan:
     block_size: int = 0
     kernels: str = "reference"
     has_extras: bool = False
+    widths: tuple[int, ...] = ()
 
     @classmethod
     def plain(cls, kernels: str = "reference") -> Plan:
@@ -45,6 +47,20 @@ class Plan:
     def with_extras(self) -> Plan:
         """Returns the same plan with extras: the same tokens for slots that ask for none."""
         return replace(self, has_extras=True)
+
+    @classmethod
+    def auto(
+        cls, widths: tuple[int, ...], depth: int, block_size: int, kernels: str = "reference"
+    ) -> Plan:
+        """Returns the plan of DDTrees of which each step chooses the rows among `widths`."""
+        return replace(cls.tree(widths[-1] - 1, depth, block_size, kernels), widths=widths)
+
+    def of_width(self, width: int) -> Plan:
+        """Returns the plan of a step that verifies the first `width` rows of this one's tree.
+
+        One row is not plain decoding: the drafter reads on.
+        """
+        return replace(self, budget=width - 1, depth=min(self.depth, width - 1), widths=())
 
     @property
     def drafts(self) -> bool:

@@ -14,6 +14,7 @@ from k26jax.model.cache import DraftCache, LatentCache
 from k26jax.model.drafter import Drafter
 from k26jax.model.target import Target
 from k26jax.spec.adjust import Adjustments
+from k26jax.spec.auto_width import AutoWidth
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class SpecState:
     remaining: tokens the slot may still emit; 0: the slot is idle or done.
     sampling: how each slot chooses tokens.
     adjustments: what each slot changes of the logits before.
+    auto: what the next step's rows are chosen by; None where all steps have as many.
     """
 
     cache: LatentCache
@@ -88,6 +90,7 @@ class SpecState:
     remaining: Int32[Array, "slot"]
     sampling: Sampling
     adjustments: Adjustments
+    auto: AutoWidth | None = None
 
     @classmethod
     def empty(
@@ -98,6 +101,7 @@ class SpecState:
         slots: int,
         capacity: int,
         dtype: DTypeLike,
+        auto: AutoWidth | None = None,
     ) -> Self:
         """Returns idle slots; `capacity` is the tokens one slot can hold."""
         draft_cache = (
@@ -111,6 +115,7 @@ class SpecState:
             remaining=jnp.zeros(slots, jnp.int32),
             sampling=Sampling.empty(slots),
             adjustments=Adjustments.empty(slots, config.vocab_size),
+            auto=auto,
         )
 
     @property

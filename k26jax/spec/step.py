@@ -8,9 +8,10 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from k26jax.spec.accept import Accepted, accept
+from k26jax.spec.auto_step import auto_step
 from k26jax.spec.compact import compact
 from k26jax.spec.draft import draft
-from k26jax.spec.extras import adjust_nodes, note
+from k26jax.spec.extras import adjust_nodes, count, tell
 from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
@@ -24,6 +25,8 @@ def step(models: Models, state: SpecState, plan: Plan) -> tuple[SpecState, Tree,
 
     Plain decoding, the DFlash chain and DDTree differ in the tree alone; the tokens are the same.
     """
+    if plan.widths:
+        return auto_step(models, state, plan)
     with jax.named_scope("draft"):
         log_probs = draft(models, state, plan)
     with jax.named_scope("tree_build"):
@@ -32,7 +35,8 @@ def step(models: Models, state: SpecState, plan: Plan) -> tuple[SpecState, Tree,
         tree_logits = verify(models, tree, state, plan)
     with jax.named_scope("accept"):
         accepted = accept(tree, adjust_nodes(tree, tree_logits.logits, state, plan), state, plan)
-        state, accepted = note(tree_logits.logits, state, accepted, plan)
+        accepted = tell(tree_logits.logits, accepted, state, plan)
+        state = count(state, accepted, plan)
     with jax.named_scope("compact"):
         state = compact(models, state, tree_logits.rows, accepted, plan.kernels)
     return state, tree, accepted
@@ -43,6 +47,7 @@ class Steps(NamedTuple):
 
     n_run: steps that were run.
     tokens, emitted_len, accepted_len: as in `Accepted`.
+    rows: of each step's verification, where steps choose them; else None.
     trees, paths: the trees tried and the accepted nodes, if recorded.
     log_probs: as in `Accepted`.
     """
@@ -51,6 +56,7 @@ class Steps(NamedTuple):
     tokens: Int32[Array, "step b path"]
     emitted_len: Int32[Array, "step b"]
     accepted_len: Int32[Array, "step b"]
+    rows: Int32[Array, "step"] | None
     trees: Tree | None
     paths: Int32[Array, "step b path"] | None
     log_probs: LogProbs | None = None
@@ -75,7 +81,8 @@ def run_steps(
 
     def one(state: SpecState) -> tuple[SpecState, tuple]:
         state, tree, accepted = step(models, state, plan)
-        record = (accepted.tokens, accepted.emitted_len, accepted.accepted_len)
+        rows = None if state.auto is None else state.auto.rows
+        record = (accepted.tokens, accepted.emitted_len, accepted.accepted_len, rows)
         record += (tree, accepted.path) if record_trees else (None, None)
         return state, (*record, accepted.log_probs)
 

@@ -122,9 +122,9 @@ def chain_tree(token_ids: Int[Array, "depth"]) -> Tree:
     return Tree(tokens, row - 1, row, row >= 0, _ancestor_bits(row - 1, length))
 
 
-def root_tree() -> Tree:
-    """Returns the tree of one row, the root: plain decoding as a tree."""
-    return _root_only(1)
+def root_tree(rows: int = 1) -> Tree:
+    """Returns the tree of the root alone, plain decoding as a tree; other rows are padding."""
+    return _root_only(rows)
 
 
 def ancestor_mask(tree: Tree) -> Bool[Array, "... t t"]:

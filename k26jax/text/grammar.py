@@ -165,6 +165,10 @@ class Grammars:
         return self._vocabulary
 
 
+# Of a model that no folder gave.
+NO_GRAMMARS = Grammars(None, 0, ())
+
+
 class _Away(Enum):
     """Places outside of the grammar: before its gate, and where it is broken or has ended."""
 

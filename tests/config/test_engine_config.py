@@ -84,11 +84,40 @@ def test_every_text_option_is_known_to_that_test():
         "model_path",
         "speculative_draft_model_path",
         "speculative_algorithm",
+        "speculative_ddtree_widths",
+        "speculative_cost_table",
         "coordinator_address",
         "compile_cache_dir",
         "dtype",
         "kernels",
     }
+
+
+AUTO = {"speculative_ddtree_budget": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("text", "running", "expected"),
+    [
+        ("auto", 1, (1, 2, 4, 8, 16, 32)),
+        ("auto", 16, (1, 2, 4, 8, 16)),
+        ("auto", 4096, (1, 2)),
+        ("16, 4,4", 1, (1, 4, 16)),
+        ("1,255", 64, (1, 255)),
+    ],
+)
+def test_widths_of_an_automatic_budget(text, running, expected):
+    options = {"speculative_ddtree_widths": text, "max_running_requests": running}
+    assert EngineConfig("model", **AUTO, **options).ddtree_widths == expected
+
+
+def test_options_of_an_automatic_budget_that_cannot_be():
+    for text in ("", "1", "0,4", "256", "4;8", "4,,8", "-4", [4, 8], None):
+        refused("speculative_ddtree_widths", repr(text), **AUTO, speculative_ddtree_widths=text)
+    for name, value in (("speculative_ddtree_widths", "4,8"), ("speculative_cost_table", "a.json")):
+        refused(name, value, "speculative_ddtree_budget = 'auto' alone", "16", **{name: value})
+        assert getattr(EngineConfig("model", **AUTO, **{name: value}), name) == value
+    refused("'Auto'", "from 0 to 254, or 'auto'", speculative_ddtree_budget="Auto")
 
 
 def test_paths_become_text():

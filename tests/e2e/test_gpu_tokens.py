@@ -92,7 +92,7 @@ def plain():
     return generated(speculative_algorithm="NONE")
 
 
-@pytest.mark.parametrize("budget", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("budget", [1, 2, 4, 8, 16, 32, 64, "auto"])
 def test_tokens_are_those_of_plain_decoding(budget, plain):
     found = generated(speculative_ddtree_budget=budget)
     for law, texts in plain.items():

@@ -118,6 +118,7 @@ class ScriptedRunner:
             emitted_len=counts,
             accepted_len=counts,
             log_probs=told,
+            rows=None,
             trees=trees,
             paths=paths,
         )

@@ -389,3 +389,5 @@ def test_metrics_tell_of_trees(server):
     lengths = {int(length): count for length, count in info["accept_lengths"].items()}
     assert sum(lengths.values()) == drafts
     assert sum((length - 1) * count for length, count in lengths.items()) == accepted
+    assert info["rows"] == {"17": drafts}
+    assert info["step_costs"] is None
