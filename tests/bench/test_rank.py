@@ -80,7 +80,7 @@ def _kernels(engine) -> collections.Counter:
                             walk(inner)
 
     run = Runner(engine)
-    program = run._placed(run._steps_program(False), 1)
+    program = run._placed(run._steps_program(False, False), 1)
     state = jax.eval_shape(run._make_state)
     walk(jax.make_jaxpr(program)(engine.params, state, np.int32(1)).jaxpr)
     return found
