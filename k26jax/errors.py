@@ -54,6 +54,12 @@ class EngineFailedError(NotServingError):
     """The engine's loop ended with an error; what ran and waited ended with it."""
 
 
+class BusyError(K26Error):
+    """What was asked for can be done while nothing runs alone."""
+
+    exit_code = 1
+
+
 class CapacityError(K26Error):
     """The model, its cache, a request or a folder does not fit in the memory, context or disk."""
 

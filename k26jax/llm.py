@@ -56,7 +56,7 @@ class LLM(Chatting):
       options: any other field of `k26jax.config.EngineConfig`, by name; among them
         speculative_draft_model_path, speculative_algorithm, speculative_ddtree_budget,
         speculative_dflash_block_size, tp_size, ep_size, dtype, kernels, context_length,
-        max_running_requests, seed.
+        max_running_requests, enable_prefix_caching, seed.
       on_load: called with (what, bytes done, bytes in all) while weights are read.
       on_compile: called with the name of each program before it is compiled.
 

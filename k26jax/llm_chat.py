@@ -116,6 +116,7 @@ class Chatting(abc.ABC):
         outputs = []
         for output in result.outputs:
             answer = self.answer(prompt, params)
+            answer.set_cached_tokens(output.metrics.cached_tokens)
             answer.push(output.token_ids)
             outputs.append(dataclasses.replace(output, message=answer.message))
         return dataclasses.replace(result, prompt=prompt.text, outputs=outputs)
@@ -134,6 +135,7 @@ def _answers(
 ) -> Generator[list[Event], None, None]:
     with contextlib.closing(chunks):
         for chunk in chunks:
+            answer.set_cached_tokens(chunk.cached_tokens)
             if events := answer.push(chunk.token_ids):
                 yield events
 

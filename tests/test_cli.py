@@ -138,10 +138,12 @@ def test_every_field_has_its_variable():
     add_engine_options(parser)
     args = parser.parse_args([])
     environment = {f"K26JAX_{item.name.upper()}": "7" for item in fields(EngineConfig)}
+    environment["K26JAX_ENABLE_PREFIX_CACHING"] = "on"
     found = engine_options(args, environment)
     assert found.keys() == {item.name for item in fields(EngineConfig)}
     assert found["steps_per_dispatch"] == 7
     assert found["speculative_draft_model_path"] == "7"
+    assert found["enable_prefix_caching"] is True
 
 
 def test_a_command_may_have_its_own_default():
@@ -345,7 +347,8 @@ def test_standard_input_sampling_and_trees(small_pair, plain, capsys, monkeypatc
     record = json.loads(out)
     assert record["token_ids"] == output.token_ids
     assert (record["text"], record["finish_reason"]) == (output.text, "length")
-    assert record["usage"] == {"prompt_tokens": 5, "completion_tokens": 24}
+    usage = record["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 24)
     assert record["compare_plain"]["same_tokens"] is True
     assert record["compare_plain"]["plain_token_ids"] == output.token_ids
     assert "same tokens: yes" in err

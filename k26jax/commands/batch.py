@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
         help="model that bodies may name; may be repeated (default: the folder's name)",
     )
     add_sampling_options(parser, max_tokens=None, are_models=True)
-    add_engine_options(parser, max_running_requests=SLOTS)
+    add_engine_options(parser, max_running_requests=SLOTS, enable_prefix_caching=True)
     parser.set_defaults(run=run)
 
 

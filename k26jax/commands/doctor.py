@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         "--port", type=int, default=PORT, help="port to listen on (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_engine_options(parser, max_running_requests=4)
+    add_engine_options(parser, max_running_requests=4, enable_prefix_caching=True)
     parser.set_defaults(run=run)
 
 

@@ -310,6 +310,8 @@ def _fit(prepared: Prepared, weights: int) -> Check:
     each = f" on each of {len(devices)} devices" if devices and len(devices) > 1 else ""
     text = f"weights {_size(weights)}, caches {_size(cache)}{each}"
     text += f" for {slots} x {context} tokens"
+    if prepared.prefix_pages:
+        text += f", prefix cache {_size(tree_bytes(prepared.page_shapes()))}"
     if free is None:
         fix = "compare with the device's memory yourself"
         return Check("memory", WARN, f"{text}; how much is free is not told", fix)

@@ -18,6 +18,8 @@ from k26jax.errors import ConfigError, RequestError, nearest
 ENVIRONMENT_PREFIX = "K26JAX_"
 MEASURED_ALGORITHMS = ("NONE", "DDTREE")
 _DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
+_TOKENS = ("context_length", "prefix_cache_tokens")
+_SWITCHES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 # Field, type, metavar, help.
 _SAMPLING = (
     ("temperature", float, "T", "0: greedy"),
@@ -46,15 +48,21 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None
             shown = " (required)"
         elif default is not None:
             shown = f" (default: {default})"
+        reader = _readers()[item.name]
+        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if reader is not switch:
+            kind = {
+                "type": reader,
+                "choices": item.metadata.get("choices"),
+                "metavar": item.name.rpartition("_")[2].upper(),
+            }
         group.add_argument(
             "--" + item.name.replace("_", "-"),
             *item.metadata.get("aliases", []),
             dest=item.name,
-            type=_readers()[item.name],
-            choices=item.metadata.get("choices"),
             default=None,
-            metavar=item.name.rpartition("_")[2].upper(),
             help=(item.metadata["help"] + shown).replace("%", "%%"),
+            **kind,
         )
 
 
@@ -166,6 +174,16 @@ def tokens(text: str) -> int:
     return int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
 
 
+def switch(text: str) -> bool:
+    """Returns what a word for on or off means.
+
+    Raises: ArgumentTypeError if the text is none.
+    """
+    if text.lower() not in _SWITCHES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(_SWITCHES)}")
+    return _SWITCHES[text.lower()]
+
+
 def _variable(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
@@ -175,8 +193,9 @@ def _readers() -> dict[str, Callable[[str], Any]]:
     readers: dict[str, Callable[[str], Any]] = {}
     for name, hint in typing.get_type_hints(EngineConfig).items():
         kinds = set(typing.get_args(hint) or (hint,)) - {type(None)}
-        kind = {frozenset((int,)): int, frozenset((int, str)): _number_or_word}
-        readers[name] = tokens if name == "context_length" else kind.get(frozenset(kinds), str)
+        known = {frozenset((int,)): int, frozenset((int, str)): _number_or_word}
+        known[frozenset((bool,))] = switch
+        readers[name] = tokens if name in _TOKENS else known.get(frozenset(kinds), str)
     return readers
 
 

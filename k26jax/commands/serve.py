@@ -76,8 +76,19 @@ def add(commands: Any) -> None:
         group.add_argument(
             flag, choices=choices, default=default, help=f"{text} (default: {default})"
         )
-    add_engine_options(parser, max_running_requests=_RUNNING)
+    _add_engine_options(parser)
     parser.set_defaults(run=run)
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add_engine_options(parser, max_running_requests=_RUNNING, enable_prefix_caching=True)
+    parser.add_argument(
+        "--disable-radix-cache",
+        dest="enable_prefix_caching",
+        action="store_false",
+        default=None,
+        help="the same as --no-enable-prefix-caching",
+    )
 
 
 def _add_keys(group: Any) -> None:
@@ -132,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         sock = bind(args.host, args.port)
         _show(config, settings.shown())
+        _show_prefix_cache(prepared)
         service, url = Service(settings), url_of(sock)
         load = _loader(prepared, startup, service, url)
         return serve(service, sock, load, grace=args.grace_seconds)
@@ -211,6 +223,18 @@ def generation_defaults(folder: Path) -> dict[str, Any]:
     except RequestError as error:
         raise ConfigError(f"{path}: {error}") from error
     return found
+
+
+def _show_prefix_cache(prepared: Prepared) -> None:
+    """Prints what the prefix cache holds, which the memory there is may decide."""
+    pages, size = prepared.prefix_pages, prepared.page_tokens
+    if pages:
+        say(f"prefix cache: {pages * size} tokens in pages of {size}")
+    elif prepared.config.enable_prefix_caching:
+        say(
+            "prefix cache: none, as weights and slots leave no memory for it; lower "
+            "--max-running-requests or --context-length to have one"
+        )
 
 
 def _show(config: EngineConfig, settings: dict[str, Any]) -> None:

@@ -116,6 +116,14 @@ class EngineConfig:
         aliases=["--max-num-seqs"],
     )
     chunked_prefill_size: int = option(256, "prompt tokens of one prefill pass")
+    enable_prefix_caching: bool = option(
+        False, "keep what prompts leave in the caches, for prompts that begin the same"
+    )
+    prefix_cache_tokens: int | None = option(
+        None,
+        "prompt tokens that are kept; default: as many as the slots hold, less where memory is "
+        "short",
+    )
     steps_per_dispatch: int = option(8, "decoding steps run on the device before the host looks")
     compile_cache_dir: str = option(
         "auto",
@@ -140,6 +148,7 @@ class EngineConfig:
             ("context_length", 2, 1 << 30),
             ("max_running_requests", 1, 4096),
             ("chunked_prefill_size", 1, 1 << 20),
+            ("prefix_cache_tokens", 1, 1 << 40),
             ("steps_per_dispatch", 1, 1024),
             ("seed", -(1 << 63), (1 << 64) - 1),
         ):
@@ -153,6 +162,10 @@ class EngineConfig:
                 raise RequestError(
                     f"{name} = {value!r}, expected an integer from {low} to {high}{auto}"
                 )
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise RequestError(
+                f"enable_prefix_caching = {self.enable_prefix_caching!r}, expected true or false"
+            )
         self._check_auto()
         self._check_processes()
         for item in fields(self):

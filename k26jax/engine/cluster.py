@@ -73,6 +73,11 @@ class LeadingRunner(JoinedRunner):
         with self._told("prefill_next", slot=slot):
             return super().prefill_next(slot)
 
+    def flush(self) -> int:
+        """See `Runner`."""
+        with self._told("flush"):
+            return super().flush()
+
     def run(self, limit: int, *, record_trees: bool = False) -> Steps:
         """See `Runner`."""
         with self._told("run", limit=limit, record_trees=record_trees):
@@ -151,6 +156,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "warm_up_traces": Runner.warm_up_traces,
     "begin": _begin,
     "prefill_next": Runner.prefill_next,
+    "flush": Runner.flush,
     "run": Runner.run,
     "release": Runner.release,
     "set_costs": _set_costs,

@@ -17,8 +17,8 @@ from k26jax.checkpoint.reader import open_checkpoint
 from k26jax.config import Algorithm, DraftConfig, EngineConfig, ModelConfig, Quantization
 from k26jax.engine import arranging
 from k26jax.engine.compile_cache import keep_compiled_programs
-from k26jax.engine.memory import require_memory, tree_bytes
-from k26jax.engine.placement import Placement, place
+from k26jax.engine.memory import available_bytes, require_memory, tree_bytes
+from k26jax.engine.placement import Placement, place, places_of
 from k26jax.engine.request import Request, SamplingParams, make_request, token_ids_of
 from k26jax.engine.step_costs import CostTable, read_costs
 from k26jax.errors import CapacityError, KernelError, TokenizerError
@@ -29,6 +29,7 @@ from k26jax.pallas.gpu import architecture
 from k26jax.sharding.distributed import Cluster, join_cluster
 from k26jax.sharding.mesh import make_mesh
 from k26jax.spec.auto_width import AutoWidth
+from k26jax.spec.pages import Caches
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
 from k26jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -47,6 +48,7 @@ class Prepared:
     context_length: tokens of one sequence.
     placement: how the models are spread over a mesh; None on one device.
     cluster: the processes of the run; None if this is the only one.
+    prefix_pages: pages of the prefix cache; 0: there is none.
     costs: what steps cost, as far as it is known; None where all steps have as many rows.
     """
 
@@ -59,6 +61,7 @@ class Prepared:
     dtype: jnp.dtype
     placement: Placement | None = None
     cluster: Cluster | None = None
+    prefix_pages: int = 0
     costs: CostTable | None = None
 
     @property
@@ -99,14 +102,28 @@ class Prepared:
             seed=seed,
         )
 
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of one page of the prefix cache, which is one whole chunk of a prefill."""
+        return min(self.config.chunked_prefill_size, self.context_length)
+
     def empty_state(self) -> SpecState:
         """Returns idle slots."""
+        return self._empty(self.config.max_running_requests, self.context_length)
+
+    def make_pages(self) -> Caches:
+        """Returns the empty pages of the prefix cache, in their places."""
+        places = None if self.placement is None else places_of(self.page_shapes())
+        empty = lambda: Caches.of(self._empty(self.prefix_pages, self.page_tokens))  # noqa: E731
+        return jax.jit(empty, out_shardings=places)()
+
+    def _empty(self, slots: int, capacity: int) -> SpecState:
         drafter = self.models.drafter
         return SpecState.empty(
             self.models.target.config,
             drafter.config if drafter else None,
-            slots=self.config.max_running_requests,
-            capacity=self.context_length,
+            slots=slots,
+            capacity=capacity,
             dtype=self.dtype,
             auto=self.costs and AutoWidth.of(*self.costs.arrays),
         )
@@ -120,6 +137,8 @@ class Prepared:
         """
         if not has_cache:
             needs |= {"cache": tree_bytes(self.state_shapes())}
+            if self.prefix_pages:
+                needs |= {"prefix cache": tree_bytes(self.page_shapes())}
         require_memory(
             needs,
             slots=self.config.max_running_requests,
@@ -129,7 +148,15 @@ class Prepared:
 
     def state_shapes(self) -> SpecState:
         """Returns what stands for the arrays of idle slots, with their places on a mesh."""
-        shapes = jax.eval_shape(self.empty_state)
+        return self._placed(jax.eval_shape(self.empty_state))
+
+    def page_shapes(self, count: int | None = None) -> Caches:
+        """Returns what stands for the arrays of the prefix cache, or of another number of pages."""
+        count = self.prefix_pages if count is None else count
+        pages = jax.eval_shape(lambda: self._empty(count, self.page_tokens))
+        return Caches.of(self._placed(pages))
+
+    def _placed(self, shapes: SpecState) -> SpecState:
         return shapes if self.placement is None else self.placement.state_shapes(shapes)
 
     def weight_bytes(self) -> int:
@@ -177,7 +204,7 @@ def prepare(config: EngineConfig) -> Prepared:
     eos_ids = model_config.eos_token_ids + (tokenizer.eos_ids if tokenizer else ())
     models = Models(abstract(lambda rngs: Target(model_config, dtype=dtype, rngs=rngs)), drafter)
     plan = _plan(config, drafter, kernels)
-    return Prepared(
+    prepared = Prepared(
         config=config,
         models=models,
         plan=plan,
@@ -189,6 +216,7 @@ def prepare(config: EngineConfig) -> Prepared:
         cluster=cluster,
         costs=_costs(config, plan, context_length),
     )
+    return replace(prepared, prefix_pages=_prefix_pages(prepared))
 
 
 def load(prepared: Prepared, progress: Progress | None = None) -> Loaded:
@@ -308,6 +336,31 @@ def _costs(config: EngineConfig, plan: Plan, context_length: int) -> CostTable |
     if config.speculative_cost_table is None:
         return CostTable.unknown(plan.widths, context_length)
     return read_costs(config.speculative_cost_table, plan.widths)
+
+
+def _prefix_pages(prepared: Prepared) -> int:
+    """Returns the pages that the options ask for.
+
+    Without a number: as many as the slots hold, or half of the memory that weights and slots leave
+    where that is less. Processes of one run, which may see unlike memory, take what the slots hold.
+    """
+    config, size = prepared.config, prepared.page_tokens
+    if not config.enable_prefix_caching:
+        return 0
+    if config.prefix_cache_tokens is not None:
+        if config.prefix_cache_tokens < size:
+            raise CapacityError(
+                f"prefix_cache_tokens = {config.prefix_cache_tokens} is less than one page of "
+                f"{size} tokens (a chunk of a prefill); give more, or a smaller "
+                "chunked_prefill_size"
+            )
+        return config.prefix_cache_tokens // size
+    most = config.max_running_requests * prepared.context_length // size
+    available = available_bytes(prepared.placement and prepared.placement.local_devices)
+    if available is None or prepared.cluster is not None:
+        return most
+    left = available - prepared.weight_bytes() - tree_bytes(prepared.state_shapes())
+    return max(min(most, left // 2 // tree_bytes(prepared.page_shapes(1))), 0)
 
 
 def _context_length(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -50,8 +50,10 @@ def require_memory(
         return
     parts = ", ".join(f"{what} {_gigabytes(size)}" for what, size in needs.items())
     each = f" on each of {len(devices)} devices" if len(devices) > 1 else ""
+    pages = ", --prefix-cache-tokens" if "prefix cache" in needs else ""
     fix = (
-        f"lower --max-running-requests (now {slots}) or --context-length (now {context_length})"
+        f"lower --max-running-requests (now {slots}){pages} or --context-length (now "
+        f"{context_length})"
         if needs.get("weights", 0) < available
         else f"the weights alone do not fit; use a machine with more memory{_more(devices)}"
     )

@@ -36,6 +36,7 @@ class RequestMetrics:
     target_forwards: decoding passes through the target; the prefill, which gives the first token,
         is not counted.
     accept_lengths: nodes accepted by each of them, the root included, limits aside.
+    cached_tokens: prompt tokens taken from the prefix cache instead of run.
     rows: how many of them had how many rows, where each step chooses; else empty.
     """
 
@@ -44,6 +45,7 @@ class RequestMetrics:
     generated_tokens: int = 0
     target_forwards: int = 0
     accept_lengths: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
     rows: dict[int, int] = field(default_factory=dict)
 
     def count_rows(self, rows: int) -> None:
@@ -91,6 +93,7 @@ class CompletionOutput:
             "usage": {
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": len(self.token_ids),
+                "prompt_tokens_details": {"cached_tokens": self.metrics.cached_tokens},
             },
             "metrics": {
                 "accept_length": self.metrics.accept_length,
@@ -110,16 +113,17 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The result for one prompt; `error` says why if there is none.
-
-    cached_tokens: prompt tokens taken from the prefix cache.
-    """
+    """The result for one prompt; `error` says why if there is none."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     error: str | None = None
-    cached_tokens: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the first sequence took from the prefix cache."""
+        return self.metrics.cached_tokens
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -132,6 +136,7 @@ class StreamChunk:
     """What one step added: text that is final, its tokens, and the end if it came.
 
     output: the whole sequence, in the last chunk only.
+    cached_tokens: prompt tokens taken from the prefix cache, in every chunk.
     traces: trees of the steps behind this chunk, if asked for.
     """
 
@@ -139,6 +144,7 @@ class StreamChunk:
     token_ids: list[int]
     finish_reason: str | None = None
     output: CompletionOutput | None = None
+    cached_tokens: int = 0
     traces: list[StepTrace] = field(default_factory=list)
 
 

@@ -12,7 +12,9 @@ from jax.stages import Compiled
 
 from k26jax.config import MAX_STOP_IDS
 from k26jax.engine.loading import Loaded
+from k26jax.engine.page_tree import PageTree
 from k26jax.engine.placement import places_of
+from k26jax.engine.prefix_cache import PROGRAMS, PrefixCache
 from k26jax.engine.request import Request, SamplingParams
 from k26jax.engine.step_costs import CostTable
 from k26jax.errors import RequestError
@@ -47,7 +49,7 @@ class Runner:
         self._loaded = loaded
         self._compiled: dict[str, Callable[..., Any]] = {}
         config = loaded.config
-        largest = min(config.chunked_prefill_size, loaded.context_length)
+        largest = loaded.page_tokens
         self.chunk_sizes = sorted({min(_SMALL_CHUNK, largest), largest})
         self.slots = config.max_running_requests
         self._shapes = loaded.state_shapes()
@@ -55,12 +57,15 @@ class Runner:
         self._costs = loaded.costs
         self._state: SpecState | None = None
         self._prompts: dict[int, Iterator[Chunk]] = {}
+        self._prefixes = PrefixCache(loaded, self._program) if loaded.prefix_pages else None
+        self._cached: dict[int, int] = {}
         self._is_closed = False
 
     @property
     def programs(self) -> list[str]:
         """Names of the programs that plain generation needs."""
         names = [f"prefill_{size}" for size in self.chunk_sizes] + ["steps", "release"]
+        names += [] if self._prefixes is None else PROGRAMS
         return names if self._costs is None else [*names, "costs"]
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
@@ -90,7 +95,7 @@ class Runner:
 
     def begin(self, slot: int, request: Request) -> None:
         """Notes the prompt that `prefill_next` puts into a slot; until its end the slot is idle."""
-        self._prompts[slot] = self._chunks(slot, request.prompt_token_ids, request)
+        self._prompts[slot] = self._chunks_not_kept(slot, request)
 
     def prefill_next(self, slot: int) -> int | None:
         """Puts the next chunk of a slot's prompt there; returns the first token after the last.
@@ -100,10 +105,28 @@ class Runner:
         chunk = next(self._prompts[slot])
         size = chunk.token_ids.shape[0]
         self._state, out = self._program(f"prefill_{size}")(self._loaded.params, chunk, self._state)
+        if self._prefixes is not None:
+            self._prefixes.keep(self.state, slot, chunk)
         if not chunk.is_last:
             return None
         del self._prompts[slot]
+        if self._prefixes is not None:
+            self._prefixes.release(slot)
         return int(np.asarray(out.first_token))
+
+    def cached_tokens(self, slot: int) -> int:
+        """Returns how many tokens of a slot's prompt came from the prefix cache."""
+        return self._cached.get(slot, 0)
+
+    @property
+    def pages(self) -> PageTree | None:
+        """What the prefix cache holds; None without one."""
+        return self._prefixes and self._prefixes.tree
+
+    def flush(self) -> int:
+        """Returns how many tokens the prefix cache held; it is empty now. No slot may be busy."""
+        pages = self.pages
+        return 0 if pages is None else pages.clear() * pages.page_tokens
 
     def run(self, limit: int, *, record_trees: bool = False) -> Steps:
         """Returns what up to `limit` steps emitted, on the host; one dispatch."""
@@ -114,6 +137,9 @@ class Runner:
     def release(self, slot: int) -> None:
         """Makes a slot idle; after `close` there is none."""
         self._prompts.pop(slot, None)
+        self._cached.pop(slot, None)
+        if self._prefixes is not None:
+            self._prefixes.release(slot)
         if not self._is_closed:
             self.restore()
             self._state = self._program("release")(self._state, np.int32(slot))
@@ -125,12 +151,16 @@ class Runner:
         """
         if self._is_closed:
             raise RequestError(SHUT_DOWN)
-        if self._state is None or any(x.is_deleted() for x in jax.tree.leaves(self._state)):
+        is_lost = self._state is None or any(x.is_deleted() for x in jax.tree.leaves(self._state))
+        if is_lost or (self._prefixes is not None and self._prefixes.is_lost):
             self.reset()
 
     def reset(self) -> None:
-        """Makes a state of idle slots in place of the one there is."""
+        """Makes a state of idle slots in place of the one there is; no prefix is kept."""
         self._prompts.clear()
+        self._cached.clear()
+        if self._prefixes is not None:
+            self._prefixes.reset()
         self._state = self._make_state()
         if self._costs is not None:
             self.set_costs(self._costs)
@@ -185,6 +215,8 @@ class Runner:
         """Frees the state and the programs."""
         self._compiled.clear()
         self._state = None
+        if self._prefixes is not None:
+            self._prefixes.close()
         self._is_closed = True
 
     def _program(self, name: str) -> Callable[..., Any]:
@@ -203,6 +235,9 @@ class Runner:
         self._loaded.require_memory(has_cache=self._state is not None, program=scratch)
 
     def _compile(self, name: str) -> Compiled:
+        if name in PROGRAMS:
+            assert self._prefixes is not None
+            return self._prefixes.compile(name)
         kind, _, size = name.partition("_")
         params, state = self._loaded.params, self._shapes
         if kind in ("prefill", "logits"):
@@ -263,12 +298,22 @@ class Runner:
 
         return program
 
+    def _chunks_not_kept(self, slot: int, request: Request) -> Iterator[Chunk]:
+        """Yields the chunks behind what the prefix cache holds, which is then in the slot.
+
+        It is looked up with the first chunk: prompts that end in the meantime are kept by then.
+        """
+        start, token_ids = 0, request.prompt_token_ids
+        if self._prefixes is not None:
+            self._state, start = self._prefixes.take(self.state, slot, token_ids)
+        self._cached[slot] = start
+        yield from self._chunks(slot, token_ids, request, start)
+
     def _chunks(
-        self, slot: int, token_ids: Sequence[int], request: Request | None
+        self, slot: int, token_ids: Sequence[int], request: Request | None, start: int = 0
     ) -> Iterator[Chunk]:
         """Yields the prompt's chunks: large ones, and a small one for a short rest."""
         small, large = self.chunk_sizes[0], self.chunk_sizes[-1]
-        start = 0
         while start < len(token_ids):
             rest = len(token_ids) - start
             size = small if rest <= small else large

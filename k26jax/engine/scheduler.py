@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from k26jax.engine.engine import Engine
 from k26jax.engine.output import CompletionOutput, StreamChunk
 from k26jax.engine.request import Request
 from k26jax.engine.slots import Slots
-from k26jax.errors import EngineFailedError, NotServingError, QueueFullError
+from k26jax.errors import BusyError, EngineFailedError, NotServingError, QueueFullError
 
 ABORT, ERROR = "abort", "error"
 
@@ -116,6 +117,7 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}
         self._aborted: set[int] = set()
+        self._flushes: list[Future[int]] = []
         self._is_open = False
         self._is_closing = False
         self._busy_since: float | None = None
@@ -137,6 +139,19 @@ class Scheduler:
     def waiting(self) -> int:
         """Jobs that wait for one."""
         return len(self._waiting)
+
+    @property
+    def kept_tokens(self) -> tuple[int, int]:
+        """Tokens that the prefix cache holds, and those it has room for."""
+        pages = self._engine.runner.pages
+        return (0, 0) if pages is None else (pages.kept * pages.page_tokens, pages.tokens)
+
+    def used_tokens(self) -> tuple[int, int]:
+        """Returns the tokens of the jobs in slots, and those that all slots have room for."""
+        with self._changed:
+            jobs = list(self._running.values())
+        used = sum(len(job.request.prompt_token_ids) + job.tokens for job in jobs)
+        return used, self._engine.runner.slots * self._engine.loaded.context_length
 
     @property
     def is_open(self) -> bool:
@@ -200,6 +215,24 @@ class Scheduler:
             self._changed.notify_all()
         return True
 
+    def flush(self, seconds: float = 10.0) -> int:
+        """Returns how many tokens the prefix cache held; it is empty now.
+
+        Raises: BusyError if jobs run or wait, NotServingError if the loop has ended.
+        """
+        done: Future[int] = Future()
+        with self._changed:
+            if self._running or self._waiting:
+                raise BusyError(
+                    f"sequences run ({self.running}) or wait ({self.waiting}); the prefix cache is "
+                    "flushed while none does: end them (/abort_request) or try again later"
+                )
+            if not self.is_open:
+                raise NotServingError("the server is starting or stopping; try again later")
+            self._flushes.append(done)
+            self._changed.notify_all()
+        return done.result(seconds)
+
     def drain(self) -> None:
         """Takes no more jobs; those that wait and run go on."""
         with self._changed:
@@ -255,9 +288,11 @@ class Scheduler:
         Waits while there is nothing to do. Returns None at the end of the loop.
         """
         with self._changed:
+            self._flush(slots)
             while not (self._waiting or self._running or self._is_closing):
                 self._check_idle(slots)
                 self._changed.wait()
+                self._flush(slots)
             if self._is_closing:
                 self._aborted |= self._running.keys()
                 for job in self._waiting:
@@ -276,6 +311,12 @@ class Scheduler:
                 job.admitted_at = time.monotonic()
                 self._running[job.number] = job
             return admitted
+
+    def _flush(self, slots: Slots) -> None:
+        """Empties the prefix cache for those who asked for it while nothing ran or waited."""
+        while self._flushes:
+            self._flushes[-1].set_result(slots.flush())
+            self._flushes.pop()
 
     def _deliver(self, number: int, chunk: StreamChunk) -> None:
         with self._changed:
@@ -312,10 +353,13 @@ class Scheduler:
                 self._end(job, ERROR, Ended(ERROR, error))
             self._running.clear()
             self._waiting.clear()
+            for done in self._flushes:
+                done.set_exception(EngineFailedError("the engine has failed; see the server's log"))
+            self._flushes.clear()
             self._changed.notify_all()
 
     def _check_idle(self, slots: Slots) -> None:
-        """Raises AssertionError unless what was submitted has ended and every slot is free."""
+        """Raises AssertionError unless what was submitted has ended and nothing is held."""
         counts = self.counts
         assert counts.submitted == counts.ended, f"idle with jobs unaccounted for: {counts}"
-        assert not slots, f"idle with {len(slots)} slots in use"
+        slots.check_idle()

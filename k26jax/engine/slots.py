@@ -40,7 +40,14 @@ class _Running:
         self.metrics.e2e_seconds = elapsed
         if self.metrics.generated_tokens == len(taken):
             self.metrics.ttft_seconds = elapsed
-        return StreamChunk(text, taken, self.transcript.finish_reason, self._output(), traces)
+        return StreamChunk(
+            text,
+            taken,
+            self.transcript.finish_reason,
+            self._output(),
+            self.metrics.cached_tokens,
+            traces,
+        )
 
     def _output(self) -> CompletionOutput | None:
         transcript = self.transcript
@@ -101,6 +108,7 @@ class Slots:
         if first_token is None:
             return None
         self._prompts.popleft()
+        self._running[slot].metrics.cached_tokens = self._runner.cached_tokens(slot)
         return self._emit(slot, [first_token], [])
 
     @property
@@ -144,6 +152,16 @@ class Slots:
             self._runner.release(slot)
         self._running.clear()
         self._prompts.clear()
+
+    def flush(self) -> int:
+        """Returns how many tokens the prefix cache held before; all slots must be free."""
+        return self._runner.flush()
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless every slot and every page of the prefix cache is free."""
+        assert not self._running, f"idle with {len(self._running)} slots in use"
+        if (pages := self._runner.pages) is not None:
+            pages.check_idle()
 
     def _emit(self, slot: int, token_ids: list[int], traces: list[StepTrace]) -> Numbered:
         running = self._running[slot]

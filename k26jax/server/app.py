@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -161,6 +162,10 @@ class Routes:
             raise invalid("send rid, the id of an answer or its x-request-id, or abort_all: true")
         return JSONResponse({"aborted": self._service.abort(body.rid)})
 
+    async def flush(self, request: Request) -> Response:
+        """POST /flush_cache: empties the prefix cache; what it says in its body is not read."""
+        return JSONResponse({"flushed_tokens": await asyncio.to_thread(self._service.flush)})
+
     async def _json(self, request: Request) -> dict[str, Any]:
         return parse_json(await read_body(request, self._service.settings.max_body_bytes))
 
@@ -192,6 +197,7 @@ def create_app(service: Service) -> Door:
         ("/tokenize", "POST", routes.tokenize),
         ("/detokenize", "POST", routes.detokenize),
         ("/abort_request", "POST", routes.abort),
+        ("/flush_cache", "POST", routes.flush),
     ):
         schema = schemas.get(handler)
         extra = None if schema is None else _body_schema(schema)

@@ -23,6 +23,7 @@ class Choice(abc.ABC):
     def __init__(self, index: int):
         self.index = index
         self.metrics: RequestMetrics | None = None
+        self._cached_tokens = 0
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
         self._chunks = 0
@@ -55,6 +56,7 @@ class Choice(abc.ABC):
         if isinstance(item, Ended) and item.reason == ERROR:
             raise EngineFailedError("the engine failed on this request; see the server's log")
         if isinstance(item, StreamChunk):
+            self._cached_tokens = item.cached_tokens
             self._chunks += 1
             self.metrics = item.output.metrics if item.output else None
         if self._finish_reason is not None:
@@ -96,6 +98,7 @@ class ChatChoice(Choice):
 
     def usage(self) -> Usage:
         """See `Choice`."""
+        self._answer.set_cached_tokens(self._cached_tokens)
         return self._answer.usage()
 
     def _read(self, item: StreamChunk | Ended) -> list[dict[str, Any]]:
@@ -141,7 +144,7 @@ class TextChoice(Choice):
 
     def usage(self) -> Usage:
         """See `Choice`."""
-        return Usage(self._prompt_tokens, self._tokens, 0)
+        return Usage(self._prompt_tokens, self._tokens, 0, self._cached_tokens)
 
     def _read(self, item: StreamChunk | Ended) -> list[dict[str, Any]]:
         if isinstance(item, Ended):

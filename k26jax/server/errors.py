@@ -9,6 +9,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from k26jax.errors import (
+    BusyError,
     CapacityError,
     ContextLengthError,
     EngineFailedError,
@@ -26,6 +27,7 @@ _MAX_MESSAGE = 1000
 _TABLE: tuple[tuple[type[K26Error], int, str, str, dict[str, str]], ...] = (
     (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded", {}),
     (QueueFullError, 429, "rate_limit_error", "queue_full", _RETRY),
+    (BusyError, 409, "invalid_request_error", "busy", _RETRY),
     (EngineFailedError, 500, "server_error", "engine_error", {}),
     (NotServingError, 503, "service_unavailable", "not_ready", _RETRY),
     (RequestError, 400, "invalid_request_error", "invalid_value", {}),

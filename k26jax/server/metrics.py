@@ -38,6 +38,7 @@ class Metrics:
         self._lock = threading.Lock()
         self.tokens = 0
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
+        self._cached = self._counter("cached_tokens", "Tokens of prompts from the prefix cache")
         self._generated = self._counter("generation_tokens", "Tokens generated")
         self._succeeded = self._counter(
             "request_success", "Sequences that ended by themselves", "finished_reason"
@@ -78,6 +79,7 @@ class Metrics:
             self._itl.labels(self._model).observe(now - before)
         elif job.admitted_at is not None and job.first_at is not None:
             self._prompt_tokens.labels(self._model).inc(len(job.request.prompt_token_ids))
+            self._cached.labels(self._model).inc(chunk.cached_tokens)
             self._queue.labels(self._model).observe(job.admitted_at - job.queued_at)
             self._prefill.labels(self._model).observe(job.first_at - job.admitted_at)
             self._ttft.labels(self._model).observe(job.first_at - job.queued_at)

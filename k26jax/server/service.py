@@ -129,6 +129,16 @@ class Service:
         )
         self.metrics.gauge("num_requests_running", "In a slot", lambda: scheduler.running)
         self.metrics.gauge("num_requests_waiting", "In the queue", lambda: scheduler.waiting)
+        self.metrics.gauge(
+            "kv_cache_usage_ratio",
+            "Used of the slots' rows",
+            lambda: _ratio(scheduler.used_tokens()),
+        )
+        self.metrics.gauge(
+            "prefix_cache_usage_ratio",
+            "Pages that hold something",
+            lambda: _ratio(scheduler.kept_tokens),
+        )
         self.metrics.build_info(
             version=__version__, jax=jax.__version__, device=jax.devices()[0].device_kind
         )
@@ -207,6 +217,13 @@ class Service:
             raise not_found(f"no request {id!r:.80} is under way", param="rid")
         return sum(sequences.abort() for sequences in found)
 
+    def flush(self) -> int:
+        """Returns how many tokens the prefix cache held; it is empty now. Waits for the loop.
+
+        Raises: BusyError unless nothing runs or waits, NotServingError if no requests are taken.
+        """
+        return self.scheduler.flush()
+
     def fingerprint(self) -> str:
         """Returns what answers depend on besides their requests, as a short name."""
         config = json.dumps(dataclasses.asdict(self.llm.config), sort_keys=True, default=str)
@@ -215,6 +232,7 @@ class Service:
     def info(self) -> dict[str, Any]:
         """Returns versions, options and figures."""
         loaded, scheduler = self.llm.engine.loaded, self.scheduler
+        kept, room = scheduler.kept_tokens
         return {
             "version": __version__,
             "jax": jax.__version__,
@@ -230,6 +248,7 @@ class Service:
             "waiting": scheduler.waiting,
             "counts": dataclasses.asdict(scheduler.counts),
             "accept_lengths": self.metrics.accept_lengths(),
+            "prefix_cache": {"kept_tokens": kept, "tokens": room},
             "rows": self.metrics.rows(),
             "step_costs": loaded.costs and self.llm.step_costs,
         }
@@ -240,3 +259,7 @@ class Service:
             self.llm.chat_format  # noqa: B018 - reads the folder's template
         except K26Error as error:
             logs.event("no_chat", logging.WARNING, reason=error)
+
+
+def _ratio(part: tuple[int, int]) -> float:
+    return part[0] / part[1] if part[1] else 0.0

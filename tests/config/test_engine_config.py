@@ -14,6 +14,7 @@ LIMITS = {
     "context_length": (2, 1 << 30),
     "max_running_requests": (1, 4096),
     "chunked_prefill_size": (1, 1 << 20),
+    "prefix_cache_tokens": (1, 1 << 40),
     "steps_per_dispatch": (1, 1024),
     "seed": (-(1 << 63), (1 << 64) - 1),
 }
@@ -39,6 +40,12 @@ def test_integers_at_and_beyond_their_limits(name):
     low, high = LIMITS[name]
     for value in (low - 1, high + 1, "3", 3.0, True):
         refused(name, repr(value), str(low), str(high), **{name: value})
+
+
+def test_a_switch_is_true_or_false():
+    assert EngineConfig("model", enable_prefix_caching=True).enable_prefix_caching
+    for value in (1, "true", None):
+        refused("enable_prefix_caching", repr(value), enable_prefix_caching=value)
 
 
 @pytest.mark.parametrize("name", LIMITS)

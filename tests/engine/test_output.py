@@ -196,7 +196,11 @@ def test_metrics_leave_the_first_token_to_the_prefill():
 def test_a_record_is_strict_json_with_its_usage():
     output = CompletionOutput(0, "a\u4e2d", [0, 5, 6, 7], "length", None, RequestMetrics())
     record = json.loads(json.dumps(output.record(3), allow_nan=False))
-    assert record["usage"] == {"prompt_tokens": 3, "completion_tokens": 4}
+    assert record["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert (record["text"], record["token_ids"]) == ("a\u4e2d", [0, 5, 6, 7])
     assert record["finish_reason"] == "length"
     assert set(record["metrics"].values()) == {0}

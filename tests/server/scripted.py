@@ -47,6 +47,7 @@ class ScriptedRunner:
         self.calls: list[tuple[str, int]] = []
         self.pace = 0.0
         self.error: Exception | None = None
+        self.pages = None
         self.traced: list[bool] = []
         self._roots: dict[int, int] = {}
         self._left: dict[int, deque[list[int]]] = {}
@@ -77,6 +78,12 @@ class ScriptedRunner:
             del self._prompts[slot]
             self._roots[slot] = first
         return first
+
+    def cached_tokens(self, slot: int) -> int:
+        return 0
+
+    def flush(self) -> int:
+        return 0
 
     def run(self, limit: int, *, record_trees: bool = False) -> Any:
         self.calls.append(("run", limit))

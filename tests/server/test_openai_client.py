@@ -29,6 +29,7 @@ def llm():
         max_running_requests=2,
         chunked_prefill_size=32,
         context_length=512,
+        enable_prefix_caching=True,
     ) as llm:
         yield llm
 
@@ -38,10 +39,12 @@ def alone(llm) -> dict:
     """What `LLM.generate` gives, before the server has the slots: by prompt, greedy and seeded."""
     greedy = SamplingParams(**GREEDY)
     seeded = SamplingParams(temperature=0.8, max_tokens=24, seed=7)
-    return {
-        name: [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
-        for name, params in (("greedy", greedy), ("seeded", seeded))
-    }
+    found = {}
+    for name, params in (("greedy", greedy), ("seeded", seeded)):
+        assert (llm.engine.runner.flush() > 0) == (name == "seeded"), "the first prompt has a page"
+        found[name] = [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
+    llm.engine.runner.flush()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +130,56 @@ def test_chat(client, thinking):
     assert "".join(thoughts) == (getattr(message, "reasoning_content", None) or "")
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
     assert len(chunks) > 4
+
+
+def test_a_chat_that_goes_on_is_not_prefilled_again(server, client, alone):
+    """Bug 57: and the answers are those of prompts that are run whole."""
+    key = {"authorization": "Bearer key"}
+    messages, turns = list(MESSAGES), []
+
+    def ask():
+        more = GREEDY | {"extra_body": {"chat_template_kwargs": {"thinking": False}}}
+        return client.chat.completions.create(model=NAME, messages=messages, **more)
+
+    for question in ("In C.", "Shorter.", "Why?"):
+        turns.append(ask())
+        answer = turns[-1].choices[0].message.content
+        messages += [{"role": "assistant", "content": answer}]
+        if len(turns) > 1:
+            cached = turns[-1].usage.prompt_tokens_details.cached_tokens
+            assert cached >= turns[-2].usage.prompt_tokens - 32
+        messages += [{"role": "user", "content": question}]
+    server.wait_idle()
+    assert server.http.post("/flush_cache").status_code == 401
+    kept = server.http.get("/server_info", headers=key).json()["prefix_cache"]
+    assert 0 < kept["kept_tokens"] <= kept["tokens"] == 1024
+    flushed = server.http.post("/flush_cache", headers=key)
+    assert flushed.json() == {"flushed_tokens": kept["kept_tokens"]}
+    del messages[-2:]
+    whole = ask()
+    assert whole.usage.prompt_tokens_details.cached_tokens == 0
+    assert whole.choices[0].message.content == turns[-1].choices[0].message.content
+    text = server.http.get("/metrics").text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    cached = float(values['k26jax_cached_tokens_total{model_name="tiny"}'])
+    assert 0 < cached < float(values['k26jax_prompt_tokens_total{model_name="tiny"}'])
+    pages = whole.usage.prompt_tokens // 32
+    assert float(values['k26jax_prefix_cache_usage_ratio{model_name="tiny"}']) == pages / 32
+    assert float(values['k26jax_kv_cache_usage_ratio{model_name="tiny"}']) == 0
+
+
+def test_the_prefix_cache_is_flushed_while_nothing_runs(server, client):
+    with client.completions.create(
+        model=NAME, prompt=PROMPTS[0], stream=True, max_tokens=400, temperature=0,
+        extra_body={"ignore_eos": True},
+    ) as stream:  # fmt: skip
+        next(iter(stream))
+        refused = server.http.post("/flush_cache", headers={"authorization": "Bearer key"})
+        assert refused.status_code == 409
+        error = refused.json()["error"]
+        assert (error["code"], error["param"]) == ("busy", None)
+        assert "run (1) or wait (0)" in error["message"]
+    server.wait_idle()
 
 
 def test_the_client_s_own_reader_of_streams(client):

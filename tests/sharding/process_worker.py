@@ -39,7 +39,8 @@ def main(args) -> int:
         outputs = llm.generate(prompts, params, raise_on_error=True)
         tokens = [output.outputs[0].token_ids for output in outputs]
         logits = llm.logits(list(range(20)))[:, :4].tolist()
-        print(json.dumps({"tokens": tokens, "logits": logits}), flush=True)
+        cached = [output.cached_tokens for output in outputs]
+        print(json.dumps({"tokens": tokens, "logits": logits, "cached": cached}), flush=True)
     return 0
 
 

@@ -23,6 +23,7 @@ ASKS = [
     {"prompt": [1, 2, 3, 11], "temperature": 0, "max_tokens": 16, "ignore_eos": True},
     {"prompt": list(range(2, 40)), "temperature": 0.8, "top_p": 0.9, "seed": 3, "max_tokens": 12},
     {"prompt": [3], "temperature": 1.1, "seed": 4, "max_tokens": 12},
+    {"prompt": [*range(2, 38), 5], "temperature": 0, "max_tokens": 12},
 ]
 
 
@@ -137,8 +138,14 @@ def _check_same(run: Run, expected: dict) -> None:
 
 
 def test_two_processes_give_the_tokens_of_one(start, expected):
-    """Two devices each: all four share every layer, and without --tp-size that is the default."""
-    _check_same(start(2, ASKS), expected)
+    """Two devices each: all four share every layer, and without --tp-size that is the default.
+
+    The last prompt takes two pages of the second one's in both processes, drafter's heads cut.
+    """
+    run = start(2, ASKS, enable_prefix_caching=True, prefix_cache_tokens=64)
+    _check_same(run, expected)
+    assert json.loads(run.text(0).splitlines()[-1])["cached"] == [0, 0, 0, 32]
+    assert expected["cached"] == [0] * 4
 
 
 @pytest.mark.slow
