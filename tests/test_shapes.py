@@ -12,6 +12,7 @@ from k26jax.model.cache import LatentCache
 from k26jax.pallas.norm import append
 from k26jax.pallas.router.reference import route
 from k26jax.spec.accept import accept, cut_at_stop, follow
+from k26jax.spec.adjust import Adjustments
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Sampling, SpecState
 from k26jax.spec.tree import Tree, build_tree
@@ -28,7 +29,8 @@ def _trees(count: int) -> Tree:
 def _state(slots: int) -> SpecState:
     cache = jnp.zeros((1, slots, 8, 4), jnp.float32)
     number = jnp.full(slots, 3, jnp.int32)
-    return SpecState(LatentCache(cache, cache), None, number, number, number, Sampling.empty(slots))
+    settings = Sampling.empty(slots), Adjustments.empty(slots, 5)
+    return SpecState(LatentCache(cache, cache), None, number, number, number, *settings)
 
 
 def _logits(batch: int, nodes: int) -> jax.Array:

@@ -12,6 +12,10 @@ from k26jax.errors import RequestError, nearest
 
 MAX_BUDGET = 254
 MAX_STOP_IDS = 16
+MAX_LOGPROBS = 20  # most likely tokens that are told beside each token
+MAX_LOGIT_BIAS = 300  # tokens with a bias, of one request
+MAX_BAD_WORDS = 64  # spellings of bad words, of one request
+MAX_BAD_WORD_TOKENS = 16  # tokens of one spelling
 AUTO = "auto"
 _WIDTHS = (1, 2, 4, 8, 16, 32)
 # Rows of one step, all sequences together, up to which a width is compiled unasked.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from k26jax.engine.logprobs import Logprob
 from k26jax.engine.request import Request
 from k26jax.text.events import ChatMessage
 from k26jax.text.reader import OutputReader
@@ -74,6 +75,8 @@ class CompletionOutput:
     finish_reason: "stop" or "length".
     stop_reason: the stop string or the id from stop_token_ids that ended it, else None.
     message: what the text says as the answer of a chat; None outside of one.
+    logprobs: for each of token_ids, if asked for: what the target thought of it and of the most
+        likely tokens there, by id, the token itself first, then those best first.
     """
 
     index: int
@@ -83,6 +86,7 @@ class CompletionOutput:
     stop_reason: int | str | None
     metrics: RequestMetrics
     message: ChatMessage | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
     def record(self, prompt_tokens: int) -> dict[str, Any]:
         """Returns what machines read of it: an object that JSON can hold."""
@@ -102,6 +106,11 @@ class CompletionOutput:
                 "ttft_seconds": self.metrics.ttft_seconds,
             },
         }
+        if self.logprobs is not None:
+            found["logprobs"] = [
+                [{"token_id": id, **asdict(item)} for id, item in token.items()]
+                for token in self.logprobs
+            ]
         if self.metrics.rows:
             found["metrics"]["rows"] = {str(n): c for n, c in sorted(self.metrics.rows.items())}
         if self.message is not None and self.message.finish is not None:
@@ -138,6 +147,9 @@ class StreamChunk:
     output: the whole sequence, in the last chunk only.
     cached_tokens: prompt tokens taken from the prefix cache, in every chunk.
     traces: trees of the steps behind this chunk, if asked for.
+    logprobs: of token_ids, as in `CompletionOutput`.
+    shown: for the tokens that begin in this text: their position in the output, and their first
+        character in its text.
     """
 
     text: str
@@ -146,15 +158,22 @@ class StreamChunk:
     output: CompletionOutput | None = None
     cached_tokens: int = 0
     traces: list[StepTrace] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    shown: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Transcript:
-    """Collects a sequence's tokens, turns them into text and notices its end."""
+    """Collects a sequence's tokens, turns them into text and notices its end.
+
+    Attributes:
+        shown: of the tokens that begin in the newest text, as in `StreamChunk`.
+    """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None):
         self.request = request
         self._reader = OutputReader(tokenizer, **reading(request))
         self._texts: list[str] = []
+        self.shown: list[tuple[int, int]] = []
 
     @property
     def token_ids(self) -> list[int]:
@@ -179,8 +198,11 @@ class Transcript:
     def push(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
         """Returns the text and the ids that these tokens add; none once the sequence has ended."""
         before = len(self.token_ids)
-        text = "".join(piece.text for piece in self._reader.push(token_ids))
+        pieces = self._reader.push(token_ids)
+        text = "".join(piece.text for piece in pieces)
         self._texts.append(text)
+        starts = self._reader.starts
+        self.shown = [(token, starts[token]) for piece in pieces for token in piece.tokens]
         return text, self.token_ids[before:]
 
 
@@ -189,6 +211,7 @@ def reading(request: Request) -> dict[str, Any]:
     params = request.params
     return {
         "max_tokens": request.max_tokens,
+        "min_tokens": params.min_tokens,
         "stop_ids": request.stop_ids,
         "own_stop_ids": tuple(params.stop_token_ids or ()),
         "stop": params.stop_strings,

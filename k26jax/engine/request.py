@@ -8,9 +8,16 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any, TypeGuard, TypeVar
 
-from k26jax.config import MAX_STOP_IDS
+from k26jax.config import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+)
 from k26jax.errors import ContextLengthError, RequestError, nearest
 from k26jax.text.stop import check_stop
+from k26jax.text.structured import check_structure
 
 T = TypeVar("T", bound=type)
 
@@ -56,6 +63,21 @@ class SamplingParams:
     ignore_eos: go on past the model's own end tokens.
     max_tokens: None: until the context is full.
     skip_special_tokens: leave control tokens out of the text.
+    logprobs: tell each token's log-probability, and those of this many of the most likely tokens
+        there, at most 20; 0: of the token alone. They are those of the target's own distribution,
+        before temperature, filters, penalties and biases.
+    min_tokens: no stop id is chosen before that many tokens; stop strings are looked for in the
+        text after them.
+    presence_penalty: taken from the logits of all tokens that the output has.
+    frequency_penalty: taken from them for every time that the output has them.
+    repetition_penalty: divides positive logits of tokens of prompt and output, multiplies others.
+    logit_bias: added to the logits, by token id (or its decimal digits).
+    bad_words: words that are not written in the spellings that the tokenizer has for them, with
+        and without a space before; other tokens that make the same text are not seen.
+    structured_outputs: the shape that the text must have, with one of json (a schema), json_object
+        (True), regex, choice (texts) or grammar (Lark or GBNF); needs llguidance. Further, "after"
+        or "at": the control token behind which, or with which, the shape begins. In a chat it
+        begins behind the thoughts.
     """
 
     n: int = 1
@@ -70,13 +92,15 @@ class SamplingParams:
     max_tokens: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    logprobs: int | None = field(default=None, metadata={"unsupported": True})
+    structured_outputs: Mapping[str, Any] | None = None
+    logprobs: int | None = None
     prompt_logprobs: int | None = field(default=None, metadata={"unsupported": True})
-    min_tokens: int = field(default=0, metadata={"unsupported": True})
-    presence_penalty: float = field(default=0.0, metadata={"unsupported": True})
-    frequency_penalty: float = field(default=0.0, metadata={"unsupported": True})
-    repetition_penalty: float = field(default=1.0, metadata={"unsupported": True})
-    logit_bias: dict[int, float] | None = field(default=None, metadata={"unsupported": True})
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -88,6 +112,8 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} = {getattr(self, name)!r}, expected true or false")
+        check_structure(self.structured_outputs)
+        self._check_shape()
         _in_range("n", self.n, 1, 128)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_k", self.top_k, -1, 1 << 30)
@@ -104,6 +130,41 @@ class SamplingParams:
         is_list = isinstance(ids, Sequence) and not isinstance(ids, str)
         if not is_list or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
             raise RequestError(f"stop_token_ids = {ids!r}, expected a list of integers")
+        self._check_extras()
+
+    def _check_extras(self) -> None:
+        if self.logprobs is not None:
+            _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _in_range("min_tokens", self.min_tokens, 0, 1 << 30)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}; lower it"
+            )
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_bias(self.logit_bias)
+        words = () if self.bad_words is None else self.bad_words
+        if not is_listing(words) or any(not isinstance(word, str) or not word for word in words):
+            raise RequestError(f"bad_words = {words!r:.80}, expected a list of words")
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """The biases by token id, whatever the ids were given as."""
+        return {int(token): float(bias) for token, bias in (self.logit_bias or {}).items()}
+
+    def _check_shape(self) -> None:
+        """Raises RequestError for what could forbid all that a shape allows."""
+        given = {
+            "ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens,
+            "bad_words": self.bad_words,
+        }  # fmt: skip
+        for name, value in given.items():
+            if value and self.structured_outputs is not None:
+                raise RequestError(
+                    f"{name} does not go with structured_outputs: where only an end token or one "
+                    "word may come, nothing would be left; leave one of them out"
+                )
 
     @property
     def stop_strings(self) -> list[str]:
@@ -134,6 +195,27 @@ def _in_range(name: str, value: Any, low: float, high: float) -> None:
         raise RequestError(f"{name} = {value!r}, expected {kind} from {low} to {high}")
 
 
+def check_bias(bias: Any) -> None:
+    """Raises RequestError unless a logit_bias is a table of ids and biases that is not too large.
+
+    An id may be written in digits, as JSON's names are.
+    """
+    if bias is None:
+        return
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias = {bias!r:.80}, expected a table of token ids and biases")
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias has {len(bias)} tokens, at most {MAX_LOGIT_BIAS} are possible; send fewer"
+        )
+    for token, value in bias.items():
+        is_id = isinstance(token, int) and not isinstance(token, bool)
+        is_digits = isinstance(token, str) and token.isascii() and token.isdigit()
+        if not is_id and not is_digits:
+            raise RequestError(f"logit_bias has the key {token!r:.80}, expected a token id")
+        _in_range(f"logit_bias[{int(token)}]", value, -100.0, 100.0)
+
+
 @dataclass(frozen=True)
 class Request:
     """One sequence to generate, checked against the model.
@@ -141,6 +223,7 @@ class Request:
     max_tokens: tokens it may emit; at least 1.
     stop_ids: ids that end it.
     seed: key of its noise.
+    bad_words: spellings of the bad words, as token ids.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -148,6 +231,25 @@ class Request:
     max_tokens: int
     stop_ids: tuple[int, ...]
     seed: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether its logits are changed before a token is chosen."""
+        params = self.params
+        is_penalized = params.presence_penalty or params.frequency_penalty
+        return bool(
+            is_penalized
+            or params.repetition_penalty != 1
+            or params.logit_bias
+            or self.bad_words
+            or (params.min_tokens and self.stop_ids)
+        )
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether its steps are those of a program with extras."""
+        return self.adjusts or self.params.logprobs is not None
 
 
 def is_listing(value: Any) -> TypeGuard[Iterable[Any]]:
@@ -168,6 +270,35 @@ def token_ids_of(value: Any, name: str, *, expected: str = "a list of token ids"
     return [int(item) for item in items]
 
 
+def spellings(words: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """Returns the token ids that write each of some words, with and without a space before.
+
+    A spelling that ends with another one of its word is left out: the shorter one covers it.
+
+    Raises: RequestError that names a word of too many tokens, or says that there are too many.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        own: list[list[int]] = []
+        for text in (word.lstrip(" ") or word, " " + word.lstrip(" ")):
+            ids = encode(text)
+            if not any(ids[-len(other) :] == other for other in own):
+                own.append(ids)
+        longest = max(map(len, own))
+        if longest > MAX_BAD_WORD_TOKENS:
+            raise RequestError(
+                f"bad_words has {word!r:.80}, which is {longest} tokens; at most "
+                f"{MAX_BAD_WORD_TOKENS} are possible; send a shorter part of it"
+            )
+        found += [ids for ids in own if ids not in found]
+    if len(found) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words has {len(words)} words with {len(found)} spellings, at most "
+            f"{MAX_BAD_WORDS} are possible; send fewer"
+        )
+    return found
+
+
 def make_request(
     prompt_token_ids: Sequence[int],
     params: SamplingParams,
@@ -176,8 +307,12 @@ def make_request(
     context_length: int,
     eos_ids: Sequence[int],
     seed: int,
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> Request:
     """Returns a checked request.
+
+    Args:
+      bad_words: what `spellings` gives for those of the parameters.
 
     Raises: RequestError for an empty prompt or ids outside the vocabulary, ContextLengthError for
       a prompt that leaves no room.
@@ -185,7 +320,11 @@ def make_request(
     ids = tuple(int(token) for token in prompt_token_ids)
     if not ids:
         raise RequestError("the prompt is empty; give at least one token")
-    for kind, tokens in (("prompt", ids), ("stop_token_ids", tuple(params.stop_token_ids or ()))):
+    for kind, tokens in (
+        ("prompt", ids),
+        ("stop_token_ids", tuple(params.stop_token_ids or ())),
+        ("logit_bias", tuple(params.biases)),
+    ):
         outside = [token for token in tokens if not 0 <= token < vocab_size]
         if outside:
             raise RequestError(
@@ -211,4 +350,5 @@ def make_request(
         max_tokens=min(params.max_tokens or room, room),
         stop_ids=stop_ids,
         seed=params.seed if params.seed is not None else seed,
+        bad_words=tuple(tuple(word) for word in bad_words),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,33 +9,26 @@ import jax
 import numpy as np
 from jax.stages import Compiled
 
-from k26jax.config import MAX_STOP_IDS
+from k26jax.engine.compile_options import compile_options
+from k26jax.engine.guiding import GUIDED, Guiding, guided_program
 from k26jax.engine.loading import Loaded
 from k26jax.engine.page_tree import PageTree
 from k26jax.engine.placement import places_of
 from k26jax.engine.prefix_cache import PROGRAMS, PrefixCache
-from k26jax.engine.request import Request, SamplingParams
+from k26jax.engine.request import Request
+from k26jax.engine.rows import adjustments_row, host_array, sampling_row
+from k26jax.engine.small_programs import SMALL
 from k26jax.engine.step_costs import CostTable
 from k26jax.errors import RequestError
 from k26jax.model.parameters import Params, bind
 from k26jax.pallas.gpu import architecture
-from k26jax.spec.auto_width import AutoWidth
+from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.prefill import Chunk, prefill
-from k26jax.spec.state import Models, Sampling, SpecState, seed_words
+from k26jax.spec.state import Models, SpecState
 from k26jax.spec.step import Steps, run_steps
 
 SHUT_DOWN = "this LLM was shut down; make a new one"
 _SMALL_CHUNK = 32
-
-
-# Left to itself XLA skips a rounding between operations it fuses, so a prefill that also gives the
-# drafter its features would leave other bits in the cache than one that does not.
-_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
-# On a GPU XLA picks its products by timing them, so two starts could pick two orders of a sum.
-_GPU_OPTIONS: dict[str, Any] = {
-    "xla_gpu_autotune_level": "0",
-    "xla_gpu_enable_triton_gemm": False,
-}
 
 
 class Runner:
@@ -57,9 +49,12 @@ class Runner:
         self._costs = loaded.costs
         self._state: SpecState | None = None
         self._prompts: dict[int, Iterator[Chunk]] = {}
+        self._with_extras: set[int] = set()  # slots whose requests ask for more than tokens
+        self._first_log_probs: dict[int, LogProbs] = {}
         self._prefixes = PrefixCache(loaded, self._program) if loaded.prefix_pages else None
         self._cached: dict[int, int] = {}
         self._is_closed = False
+        self._guiding = Guiding(loaded.grammars, loaded.models.target.config.vocab_size)
 
     @property
     def programs(self) -> list[str]:
@@ -76,15 +71,23 @@ class Runner:
 
         Raises: CapacityError if state and programs do not fit in memory together.
         """
-        for name in self.programs:
-            if progress:
-                progress(name)
-            self._program(name)
+        self._compile_all(self.programs, progress)
         self.restore()
 
-    def warm_up_traces(self) -> None:
-        """Compiles the program that also records trees."""
-        self._program("traced_steps")
+    def warm_up_traces(self, *, has_extras: bool = False) -> None:
+        """Compiles the program that also records trees, with or without extras."""
+        self._program("traced_extra_steps" if has_extras else "traced_steps")
+
+    def warm_up_extras(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compiles the programs for requests that change logits or want log-probabilities.
+
+        Without this they are compiled when the first such request comes.
+        """
+        self._compile_all(("extra_steps", "adjust"), progress)
+
+    def warm_up_guided(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compiles the two programs of a step in which a request follows a grammar."""
+        self._compile_all(GUIDED, progress)
 
     def prefill(self, slot: int, request: Request) -> int:
         """Returns the first token of a request, whose prompt is now in `slot`."""
@@ -95,7 +98,15 @@ class Runner:
 
     def begin(self, slot: int, request: Request) -> None:
         """Notes the prompt that `prefill_next` puts into a slot; until its end the slot is idle."""
+        if request.params.structured_outputs is not None:
+            self.warm_up_guided()
+        self._guiding.begin(slot, request)
         self._prompts[slot] = self._chunks_not_kept(slot, request)
+        if request.has_extras:
+            self._with_extras.add(slot)
+        if request.adjusts:
+            row = adjustments_row(request, self._loaded.models.target.config.vocab_size)
+            self._state = self._program("adjust")(self._state, np.int32(slot), row)
 
     def prefill_next(self, slot: int) -> int | None:
         """Puts the next chunk of a slot's prompt there; returns the first token after the last.
@@ -110,9 +121,20 @@ class Runner:
         if not chunk.is_last:
             return None
         del self._prompts[slot]
+        if slot in self._with_extras:
+            self._first_log_probs[slot] = jax.device_get(out.log_probs)
         if self._prefixes is not None:
             self._prefixes.release(slot)
-        return int(np.asarray(out.first_token))
+        first_token = int(np.asarray(out.first_token))
+        self._guiding.advance(slot, [first_token])
+        return first_token
+
+    def first_log_probs(self, slot: int) -> LogProbs:
+        """Returns the log-probabilities of the first token of a slot whose request asks for them.
+
+        They are there from the end of its prefill to its release.
+        """
+        return self._first_log_probs[slot]
 
     def cached_tokens(self, slot: int) -> int:
         """Returns how many tokens of a slot's prompt came from the prefix cache."""
@@ -129,14 +151,26 @@ class Runner:
         return 0 if pages is None else pages.clear() * pages.page_tokens
 
     def run(self, limit: int, *, record_trees: bool = False) -> Steps:
-        """Returns what up to `limit` steps emitted, on the host; one dispatch."""
-        program = self._program("traced_steps" if record_trees else "steps")
+        """Returns what up to `limit` steps emitted, on the host; one dispatch.
+
+        Where a slot follows a grammar it is one step, in two: the host makes the masks in between.
+        """
+        if self._guiding.is_needed:
+            self._state, steps = self._guiding.step(
+                self._program, self._loaded.params, self.state, record_trees=record_trees
+            )
+            return steps
+        kind = ("traced_" if record_trees else "") + ("extra_" if self._with_extras else "")
+        program = self._program(f"{kind}steps")
         self._state, steps = program(self._loaded.params, self._state, np.int32(limit))
         return jax.device_get(steps)
 
     def release(self, slot: int) -> None:
         """Makes a slot idle; after `close` there is none."""
         self._prompts.pop(slot, None)
+        self._guiding.end(slot)
+        self._with_extras.discard(slot)
+        self._first_log_probs.pop(slot, None)
         self._cached.pop(slot, None)
         if self._prefixes is not None:
             self._prefixes.release(slot)
@@ -158,6 +192,9 @@ class Runner:
     def reset(self) -> None:
         """Makes a state of idle slots in place of the one there is; no prefix is kept."""
         self._prompts.clear()
+        self._guiding.clear()
+        self._with_extras.clear()
+        self._first_log_probs.clear()
         self._cached.clear()
         if self._prefixes is not None:
             self._prefixes.reset()
@@ -219,6 +256,12 @@ class Runner:
             self._prefixes.close()
         self._is_closed = True
 
+    def _compile_all(self, names: Sequence[str], progress: Callable[[str], None] | None) -> None:
+        for name in names:
+            if progress:
+                progress(name)
+            self._program(name)
+
     def _program(self, name: str) -> Callable[..., Any]:
         if self._is_closed:
             raise RequestError(SHUT_DOWN)
@@ -245,11 +288,16 @@ class Runner:
             program = self._placed(self._prefill_program(kind == "logits"), 2)
             program = jax.jit(program, donate_argnums=2)
             return program.lower(params, chunk, state).compile(compile_options())
-        if name in _SMALL:
+        if name in SMALL:
             places = None if self._loaded.placement is None else places_of(state)
-            program = jax.jit(_SMALL[name], donate_argnums=0, out_shardings=places)
+            program = jax.jit(SMALL[name], donate_argnums=0, out_shardings=places)
             return program.lower(state, *self._small_arguments(name)).compile()
-        program = self._placed(self._steps_program(kind == "traced"), 1)
+        if name in GUIDED:
+            program, between = guided_program(name, self._loaded, self._models)
+            program = jax.jit(self._placed(program, 2), donate_argnums=2)
+            return program.lower(params, between, state).compile(compile_options())
+        words = name.split("_")
+        program = self._placed(self._steps_program("traced" in words, "extra" in words), 1)
         program = jax.jit(program, donate_argnums=1)
         return program.lower(params, state, np.int32(1)).compile(compile_options())
 
@@ -257,6 +305,9 @@ class Runner:
         if name == "costs":
             assert self._costs is not None
             return list(self._costs.arrays)
+        if name == "adjust":
+            row = jax.eval_shape(self._shapes.adjustments.of, np.int32(0))
+            return [np.int32(0), row]
         return [np.int32(0)] * (3 if name == "occupy" else 1)
 
     def _state_maker(self) -> Callable[[], SpecState]:
@@ -284,13 +335,15 @@ class Runner:
 
         return program
 
-    def _steps_program(self, record_trees: bool) -> Callable[..., Any]:
+    def _steps_program(self, record_trees: bool, has_extras: bool) -> Callable[..., Any]:
+        plan = self._loaded.plan.with_extras() if has_extras else self._loaded.plan
+
         def program(params: Params, state: SpecState, limit: jax.Array):
             n_steps = self._loaded.config.steps_per_dispatch
             return run_steps(
                 self._models(params),
                 state,
-                self._loaded.plan,
+                plan,
                 n_steps,
                 limit=limit,
                 record_trees=record_trees,
@@ -332,62 +385,12 @@ class Runner:
         padded = np.zeros(size, np.int32)
         padded[: len(token_ids)] = token_ids
         return Chunk(
-            token_ids=_host(padded, np.int32),
-            count=_host(len(token_ids), np.int32),
-            start=_host(start, np.int32),
-            slot=_host(slot, np.int32),
-            is_last=_host(request is not None and rest <= size, np.bool_),
-            max_tokens=_host(request.max_tokens if request else 0, np.int32),
-            sampling=_sampling_row(request),
+            token_ids=host_array(padded, np.int32),
+            count=host_array(len(token_ids), np.int32),
+            start=host_array(start, np.int32),
+            slot=host_array(slot, np.int32),
+            is_last=host_array(request is not None and rest <= size, np.bool_),
+            max_tokens=host_array(request.max_tokens if request else 0, np.int32),
+            sampling=sampling_row(request),
+            allowed=host_array(self._guiding.first_mask(slot), np.uint32),
         )
-
-
-def compile_options() -> dict[str, Any]:
-    """Returns what XLA is told for every program that computes rows of the models."""
-    return _OPTIONS | (_GPU_OPTIONS if jax.default_backend() == "gpu" else {})
-
-
-def _release(state: SpecState, slot: jax.Array) -> SpecState:
-    return dataclasses.replace(state, remaining=state.remaining.at[slot].set(0))
-
-
-def _occupy(
-    state: SpecState, slot: jax.Array, length: jax.Array, max_tokens: jax.Array
-) -> SpecState:
-    return dataclasses.replace(
-        state,
-        length=state.length.at[slot].set(length),
-        remaining=state.remaining.at[slot].set(max_tokens),
-    )
-
-
-def _set_costs(state: SpecState, contexts: jax.Array, milliseconds: jax.Array) -> SpecState:
-    return dataclasses.replace(state, auto=AutoWidth.of(contexts, milliseconds))
-
-
-# Programs that change the slots' numbers and nothing else; the state stays in its place.
-_SMALL: dict[str, Callable[..., SpecState]] = {
-    "release": _release,
-    "occupy": _occupy,
-    "costs": _set_costs,
-}
-
-
-def _host(value: Any, dtype: Any) -> Any:
-    """Returns a host array; a compiled program takes it where its records name device arrays."""
-    return np.asarray(value, dtype)
-
-
-def _sampling_row(request: Request | None) -> Sampling:
-    stop_ids = np.full((1, MAX_STOP_IDS), -1, np.int32)
-    params = request.params if request else SamplingParams(temperature=0)
-    if request:
-        stop_ids[0, : len(request.stop_ids)] = request.stop_ids
-    return Sampling(
-        temperature=_host([params.temperature], np.float32),
-        top_k=_host([max(params.top_k, 0)], np.int32),
-        top_p=_host([params.top_p], np.float32),
-        min_p=_host([params.min_p], np.float32),
-        seed=_host(seed_words(request.seed if request else 0)[None], np.uint32),
-        stop_ids=_host(stop_ids, np.int32),
-    )

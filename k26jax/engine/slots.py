@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from k26jax.engine.logprobs import Logprob, read_logprobs
 from k26jax.engine.output import (
     CompletionOutput,
     RequestMetrics,
@@ -30,23 +32,38 @@ class _Running:
         self.number = number
         self.transcript = transcript
         self.metrics = RequestMetrics()
+        self.logprobs: list[dict[int, Logprob]] = []
         self.started = time.perf_counter()
 
-    def chunk(self, token_ids: Sequence[int], traces: list[StepTrace]) -> StreamChunk:
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether its log-probabilities are asked for."""
+        return self.transcript.request.params.logprobs is not None
+
+    def chunk(
+        self,
+        token_ids: Sequence[int],
+        traces: list[StepTrace],
+        logprobs: list[dict[int, Logprob]],
+    ) -> StreamChunk:
         """Returns what these tokens add; the whole output with the last of them."""
         text, taken = self.transcript.push(token_ids)
+        told = logprobs[: len(taken)] if self.tells_logprobs else None
+        self.logprobs += told or []
         elapsed = time.perf_counter() - self.started
         self.metrics.generated_tokens += len(taken)
         self.metrics.e2e_seconds = elapsed
         if self.metrics.generated_tokens == len(taken):
             self.metrics.ttft_seconds = elapsed
         return StreamChunk(
-            text,
-            taken,
-            self.transcript.finish_reason,
-            self._output(),
-            self.metrics.cached_tokens,
-            traces,
+            text=text,
+            token_ids=taken,
+            finish_reason=self.transcript.finish_reason,
+            output=self._output(),
+            cached_tokens=self.metrics.cached_tokens,
+            traces=traces,
+            logprobs=told,
+            shown=self.transcript.shown,
         )
 
     def _output(self) -> CompletionOutput | None:
@@ -60,6 +77,7 @@ class _Running:
             finish_reason=transcript.finish_reason,
             stop_reason=transcript.stop_reason,
             metrics=self.metrics,
+            logprobs=self.logprobs if self.tells_logprobs else None,
         )
 
 
@@ -109,7 +127,11 @@ class Slots:
             return None
         self._prompts.popleft()
         self._running[slot].metrics.cached_tokens = self._runner.cached_tokens(slot)
-        return self._emit(slot, [first_token], [])
+        logprobs = []
+        if self._running[slot].tells_logprobs:
+            found = self._runner.first_log_probs(slot)
+            logprobs = self._logprobs(slot, [first_token], [array[0] for array in found])
+        return self._emit(slot, [first_token], [], logprobs)
 
     @property
     def decoding(self) -> int:
@@ -136,7 +158,12 @@ class Slots:
                 running.metrics.accept_lengths.append(int(steps.accepted_len[step, slot]))
                 token_ids = steps.tokens[step, slot, :count].tolist()
                 traces = [] if steps.trees is None else [_trace(steps, step, slot)]
-                yield self._emit(slot, token_ids, traces)
+                logprobs = []
+                if running.tells_logprobs:
+                    assert steps.log_probs is not None, "the runner knows who asks"
+                    rows = [array[step, slot] for array in steps.log_probs]
+                    logprobs = self._logprobs(slot, token_ids, rows)
+                yield self._emit(slot, token_ids, traces, logprobs)
 
     def abort(self, number: int) -> None:
         """Frees the slot of a request before its end."""
@@ -163,9 +190,25 @@ class Slots:
         if (pages := self._runner.pages) is not None:
             pages.check_idle()
 
-    def _emit(self, slot: int, token_ids: list[int], traces: list[StepTrace]) -> Numbered:
+    def _logprobs(
+        self, slot: int, token_ids: list[int], rows: Sequence[Any]
+    ) -> list[dict[int, Logprob]]:
+        """Returns what is told of each token, of the arrays of `LogProbs` row by row."""
+        count = self._running[slot].transcript.request.params.logprobs
+        return [
+            read_logprobs(found, count or 0, self._tokenizer)
+            for found in zip(token_ids, *rows, strict=False)  # rows have padding
+        ]
+
+    def _emit(
+        self,
+        slot: int,
+        token_ids: list[int],
+        traces: list[StepTrace],
+        logprobs: list[dict[int, Logprob]],
+    ) -> Numbered:
         running = self._running[slot]
-        chunk = running.chunk(token_ids, traces)
+        chunk = running.chunk(token_ids, traces, logprobs)
         if chunk.finish_reason is not None:
             # A stop string is seen here alone; the device may have gone on.
             self._runner.release(slot)

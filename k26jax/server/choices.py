@@ -8,8 +8,9 @@ from typing import Any
 from k26jax.engine.output import RequestMetrics, StreamChunk
 from k26jax.engine.scheduler import ERROR, Ended
 from k26jax.errors import EngineFailedError
+from k26jax.server.logprobs import TokenLogprobs, joined
 from k26jax.text.answer import ChatAnswer
-from k26jax.text.events import Finish, Usage, delta_of
+from k26jax.text.events import ContentDelta, Event, Finish, ReasoningDelta, Usage, delta_of
 
 
 class Choice(abc.ABC):
@@ -63,7 +64,7 @@ class Choice(abc.ABC):
             return []
         pieces = self._read(item)
         if self._finish_reason is not None:
-            pieces.append({"index": self.index, **self._last(), **self._end()})
+            pieces.append({"index": self.index, **self._last(), "logprobs": None, **self._end()})
         return pieces
 
     def progress(self) -> tuple[int, int]:
@@ -75,18 +76,22 @@ class Choice(abc.ABC):
 
     def _end(self) -> dict[str, Any]:
         return {
-            "logprobs": None,
             "finish_reason": self._finish_reason,
             "matched_stop": self._stop_reason,
         }
 
 
 class ChatChoice(Choice):
-    """A message of the assistant."""
+    """A message of the assistant.
 
-    def __init__(self, index: int, answer: ChatAnswer):
+    Args:
+        logprobs: collects those of its tokens; None where nobody asks for them.
+    """
+
+    def __init__(self, index: int, answer: ChatAnswer, logprobs: TokenLogprobs | None = None):
         super().__init__(index)
-        self._answer = answer
+        self._answer, self._logprobs = answer, logprobs
+        self._told: dict[str, list[dict[str, Any]]] = {"content": [], "reasoning_content": []}
 
     def opening(self) -> list[dict[str, Any]]:
         """See `Choice`."""
@@ -94,7 +99,9 @@ class ChatChoice(Choice):
 
     def record(self) -> dict[str, Any]:
         """See `Choice`."""
-        return {"index": self.index, "message": self._answer.message.record(), **self._end()}
+        logprobs = None if self._logprobs is None else self._told | {"refusal": None}
+        message = self._answer.message.record()
+        return {"index": self.index, "message": message, "logprobs": logprobs, **self._end()}
 
     def usage(self) -> Usage:
         """See `Choice`."""
@@ -105,17 +112,33 @@ class ChatChoice(Choice):
         if isinstance(item, Ended):
             events = self._answer.end(item.reason)
         else:
+            if self._logprobs is not None:
+                self._logprobs.add(item.logprobs)
             events = self._answer.push(item.token_ids)
             if item.finish_reason is not None:
                 events += self._answer.end(item.finish_reason)
         for event in events:
             if isinstance(event, Finish):
                 self._finish_reason, self._stop_reason = event.reason, event.stop_reason
-        deltas = [delta for event in events if (delta := delta_of(event)) is not None]
-        return [self._piece(delta) for delta in deltas]
+        return [
+            self._piece(delta, self._tell(event))
+            for event in events
+            if (delta := delta_of(event)) is not None
+        ]
 
-    def _piece(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def _tell(self, event: Event) -> dict[str, Any] | None:
+        """Returns the log-probabilities of a delta's tokens; of calls of tools there are none."""
+        if self._logprobs is None or not isinstance(event, ContentDelta | ReasoningDelta):
+            return None
+        name = "content" if isinstance(event, ContentDelta) else "reasoning_content"
+        entries = self._logprobs.chat(event.tokens)
+        self._told[name] += entries
+        return {"content": None, "refusal": None} | {name: entries}
+
+    def _piece(
+        self, delta: dict[str, Any], logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def _last(self) -> dict[str, Any]:
         return {"delta": {}}
@@ -126,10 +149,19 @@ class TextChoice(Choice):
 
     Args:
         echo: text to begin with.
+        logprobs: collects those of its tokens; None where nobody asks for them.
     """
 
-    def __init__(self, index: int, prompt_tokens: int, echo: str = ""):
+    def __init__(
+        self,
+        index: int,
+        prompt_tokens: int,
+        echo: str = "",
+        logprobs: TokenLogprobs | None = None,
+    ):
         super().__init__(index)
+        self._logprobs = logprobs
+        self._told: list[dict[str, list[Any]]] = []
         self._prompt_tokens, self._echo = prompt_tokens, echo
         self._texts = [echo]
         self._tokens = 0
@@ -140,7 +172,9 @@ class TextChoice(Choice):
 
     def record(self) -> dict[str, Any]:
         """See `Choice`."""
-        return {"index": self.index, "text": "".join(self._texts), **self._end()}
+        logprobs = None if self._logprobs is None else joined(self._told)
+        text = "".join(self._texts)
+        return {"index": self.index, "text": text, "logprobs": logprobs, **self._end()}
 
     def usage(self) -> Usage:
         """See `Choice`."""
@@ -155,10 +189,15 @@ class TextChoice(Choice):
         self._finish_reason = item.finish_reason
         if item.output is not None:
             self._stop_reason = item.output.stop_reason
-        return [self._piece(item.text)] if item.text else []
+        logprobs = None
+        if self._logprobs is not None:
+            self._logprobs.add(item.logprobs)
+            logprobs = self._logprobs.completion(item.shown)
+            self._told.append(logprobs)
+        return [self._piece(item.text, logprobs)] if item.text else []
 
-    def _piece(self, text: str) -> dict[str, Any]:
-        return {"index": self.index, "text": text, "logprobs": None, "finish_reason": None}
+    def _piece(self, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
     def _last(self) -> dict[str, Any]:
         return {"text": ""}

@@ -36,18 +36,29 @@ _SHARED = {
     "n": "up to --max-sequences; the i-th sequence uses seed + i",
     "stop": "a string or up to 16; found across tokens, left out of the text",
     "stop_token_ids": "ids that end the answer, besides the model's own",
+    "min_tokens": "no end token and no stop string before that many tokens; default 0",
+    "presence_penalty": "-2 to 2, taken from the logits of tokens in the output; default 0",
+    "frequency_penalty": "-2 to 2, taken for each time a token is in the output; default 0",
+    "repetition_penalty": "0.01 to 100, divides logits of tokens in prompt and output; default 1",
+    "logit_bias": "by token id, -100 to 100, up to 300 tokens; added to the logits",
+    "bad_words": "words that are not written in the tokenizer's spelling, up to 64 spellings",
     "ignore_eos": "go on past the model's own end tokens",
     "include_stop_str_in_output": "keep the stop string",
     "skip_special_tokens": "default true",
     "stream": "Server-sent events, one a decoding step and kind of text",
     "stream_options": "include_usage, continuous_usage_stats",
+    "response_format": "text, json_object, or json_schema, which holds whether strict or not",
+    "structured_outputs": "one of json, json_object, regex, choice, grammar; and after or at",
     "draft_trees": "a stream's trees, step by step; needs a server with --draft-trees",
 }
 _CHAT_ONLY = {
     "messages": "roles system, developer, user, assistant, tool; text parts alone",
     "max_completion_tokens": "the same as max_tokens; two different values are refused",
+    "logprobs": "true: of each token that is shown, by the target alone, before temperature",
+    "top_logprobs": "0 to 20 of the most likely tokens beside each; with logprobs alone",
     "tools": "functions; calls are read from the answer",
-    "tool_choice": '"auto" or "none"; others would force a call and are refused',
+    "tool_choice": '"auto", "none", "required" (calls alone) or a named function (one call)',
+    "parallel_tool_calls": "false: one call at most",
     "thinking": '{"type": "enabled" or "disabled", "keep": "all" or null}',
     "chat_template_kwargs": "thinking, preserve_thinking, and what the template reads",
     "reasoning_effort": '"none" switches thinking off, others on',
@@ -55,30 +66,15 @@ _CHAT_ONLY = {
 _COMPLETION_ONLY = {
     "prompt": "text, token ids, or a list of either",
     "echo": "begin the text with the prompt",
+    "logprobs": "0 to 20: of each token that is shown and of as many likely ones; not with echo",
 }
 HONOURED = {CHAT: _SHARED | _CHAT_ONLY, COMPLETION: _SHARED | _COMPLETION_ONLY}
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
 )  # fmt: skip
-_PENALTY = "counts along every branch of the draft tree are not there yet"
-_LOGPROBS = "log-probabilities are not there yet"
-_CONSTRAINED = "constrained decoding is not there yet"
-_REFUSED_BOTH = {
-    "presence_penalty": Refused((0,), _PENALTY),
-    "frequency_penalty": Refused((0,), _PENALTY),
-    "repetition_penalty": Refused((1,), _PENALTY),
-    "logit_bias": Refused(({},), _PENALTY),
-    "bad_words": Refused(([],), _PENALTY),
-    "min_tokens": Refused((0,), "the end tokens cannot be masked yet"),
-    "response_format": Refused(({"type": "text"},), _CONSTRAINED),
-}
 REFUSED = {
-    CHAT: _REFUSED_BOTH
-    | {
-        "logprobs": Refused((False,), _LOGPROBS),
-        "top_logprobs": Refused((0,), _LOGPROBS),
-        "parallel_tool_calls": Refused((True,), _CONSTRAINED),
+    CHAT: {
         "functions": Refused(([],), "send tools"),
         "function_call": Refused((), "send tool_choice"),
         "modalities": Refused((["text"],), "the server writes text alone"),
@@ -87,9 +83,7 @@ REFUSED = {
         "verbosity": Refused(("medium",), "the model has no such switch"),
         "web_search_options": Refused((), "the server does not search"),
     },
-    COMPLETION: _REFUSED_BOTH
-    | {
-        "logprobs": Refused((False,), _LOGPROBS),
+    COMPLETION: {
         "best_of": Refused((1,), "sequences are not ranked; use n"),
         "suffix": Refused(("",), "the model does not fill in"),
     },
@@ -141,9 +135,12 @@ def fields_table() -> str:
     """Returns the table as Markdown, for docs/server.md."""
     lines = ["| field | where | what is done |", "|---|---|---|"]
     for name in dict.fromkeys([*HONOURED[CHAT], *HONOURED[COMPLETION]]):
-        where = _where(name, HONOURED)
-        what = HONOURED[CHAT].get(name) or HONOURED[COMPLETION][name]
-        lines.append(f"| `{name}` | {where} | {what} |")
+        found = {
+            kind: HONOURED[kind][name] for kind in (CHAT, COMPLETION) if name in HONOURED[kind]
+        }
+        is_alike = len(found) == 2 and len(set(found.values())) == 1
+        for where, what in [("both", found[CHAT])] if is_alike else found.items():
+            lines.append(f"| `{name}` | {where} | {what} |")
     lines += [f"| `{name}` | both | ignored |" for name in IGNORED]
     for name in dict.fromkeys([*REFUSED[CHAT], *REFUSED[COMPLETION]]):
         refused = REFUSED[CHAT].get(name) or REFUSED[COMPLETION][name]

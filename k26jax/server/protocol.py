@@ -9,15 +9,19 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+from k26jax.config import MAX_LOGPROBS
 from k26jax.engine.request import SamplingParams
 from k26jax.errors import RequestError, nearest
 from k26jax.server.errors import ApiError, api_error, invalid
 from k26jax.server.fields import CHAT, COMPLETION, HONOURED, check_fields
+from k26jax.text.structured import response_structure
 
 Body = TypeVar("Body", bound="Asked")
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "max_tokens",
+    "include_stop_str_in_output", "skip_special_tokens", "max_tokens", "min_tokens",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words",
+    "structured_outputs",
 )  # fmt: skip
 
 _OBJECT = "a dictionary or instance of StreamOptions"
@@ -37,6 +41,7 @@ class Asked(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
     model: str | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -45,16 +50,27 @@ class Asked(BaseModel):
     n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
     draft_trees: bool | None = None
 
     def limit(self) -> int | None:
         """Returns how many tokens are asked for at most; None: as many as fit."""
         return self.max_tokens
+
+    def logprobs_count(self) -> int | None:
+        """Returns how many of the most likely tokens are told; None: no log-probabilities."""
+        return None
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Returns the sampling parameters.
@@ -62,14 +78,18 @@ class Asked(BaseModel):
         Raises: ApiError that names the field.
         """
         given: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
-        given["max_tokens"] = self.limit()
+        given["max_tokens"], given["logprobs"] = self.limit(), self.logprobs_count()
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("max_tokens") == 0:
             raise invalid("max_tokens = 0 asks for no token; send at least 1", param="max_tokens")
         try:
+            if (shape := response_structure(self.response_format)) is not None:
+                if self.structured_outputs is not None:
+                    raise RequestError("response_format and structured_outputs both say the shape")
+                given["structured_outputs"] = shape
             return SamplingParams(**(dict(defaults) | given))
         except RequestError as error:
-            raise api_error(error, _SAMPLING) from error
+            raise api_error(error, (*_SAMPLING, "logprobs", "response_format")) from error
 
 
 class ChatBody(Asked):
@@ -77,8 +97,11 @@ class ChatBody(Asked):
 
     messages: Any = None
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     thinking: Any = None
     chat_template_kwargs: Any = None
     reasoning_effort: Any = None
@@ -96,12 +119,45 @@ class ChatBody(Asked):
             )
         return one if other is None else other
 
+    def logprobs_count(self) -> int | None:
+        """See `Asked`.
+
+        Raises: ApiError for top_logprobs out of bounds, or without logprobs.
+        """
+        count = self.top_logprobs or 0
+        if not 0 <= count <= MAX_LOGPROBS:
+            raise invalid(
+                f"top_logprobs = {count}, expected an integer from 0 to {MAX_LOGPROBS}",
+                param="top_logprobs",
+            )
+        if count and not self.logprobs:
+            raise invalid(
+                f"top_logprobs = {count} without logprobs; send logprobs: true",
+                param="top_logprobs",
+            )
+        return count if self.logprobs else None
+
 
 class CompletionBody(Asked):
     """Body of POST /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]] | None = None
     echo: bool | None = None
+    logprobs: int | None = None
+
+    def logprobs_count(self) -> int | None:
+        """See `Asked`.
+
+        Raises: ApiError if the prompt's would be told too.
+        """
+        if self.logprobs is not None and self.echo:
+            raise invalid(
+                "logprobs with echo asks for those of the prompt, which are not there; leave one "
+                "of the two out",
+                "unsupported_parameter",
+                param="logprobs",
+            )
+        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """Returns the prompts one by one.

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from k26jax.pallas.bits import pack_bits
+from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.plan import Plan
 from k26jax.spec.sampling import choose
 from k26jax.spec.state import SpecState
@@ -22,6 +23,7 @@ class Accepted(NamedTuple):
         0 for an idle slot. Also the nodes of the path that become committed.
     bonus_token: the last emitted token: the next anchor.
     remaining: tokens the slot may emit after these; 0 once it is done.
+    log_probs: of `tokens`, for slots that ask for them; None in a program without extras.
     """
 
     path: Int32[Array, "b path"]
@@ -30,6 +32,7 @@ class Accepted(NamedTuple):
     emitted_len: Int32[Array, "b"]
     bonus_token: Int32[Array, "b"]
     remaining: Int32[Array, "b"]
+    log_probs: LogProbs | None = None
 
 
 def accept(tree: Tree, logits: Float32[Array, "b t w"], state: SpecState, plan: Plan) -> Accepted:

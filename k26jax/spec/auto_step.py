@@ -12,6 +12,7 @@ from k26jax.spec.accept import Accepted, accept
 from k26jax.spec.auto_width import choose_width, learn, promised_nodes, step_costs, wants_draft
 from k26jax.spec.compact import PathRows, commit_accepted, path_rows
 from k26jax.spec.draft import draft
+from k26jax.spec.extras import adjust_nodes, count, tell
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
 from k26jax.spec.tree import Tree, root_tree
@@ -41,6 +42,7 @@ def auto_step(models: Models, state: SpecState, plan: Plan) -> tuple[SpecState, 
     choice = choose_width(auto, costs, drafts, promised, state.remaining, plan.widths)
     tries = [functools.partial(_tried, models, plan, width) for width in plan.widths]
     accepted, taken = lax.switch(jnp.maximum(choice.index - 1, 0), tries, tree, state)
+    state = count(state, accepted, plan)
     with jax.named_scope("compact"):
         state = commit_accepted(models, state, taken, accepted, plan.kernels)
     is_tried = jnp.arange(plan.width) < choice.rows
@@ -77,9 +79,15 @@ def _tried(
     with jax.named_scope("verify"):
         logits, rows = verify(models, tree, state, plan)
     with jax.named_scope("accept"):
-        accepted = accept(tree, logits, state, plan)
-    padding = ((0, 0), (0, depth - plan.depth))
+        accepted = accept(tree, adjust_nodes(tree, logits, state, plan), state, plan)
+        accepted = tell(logits, accepted, state, plan)
+
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, depth - plan.depth), *[(0, 0)] * (x.ndim - 2)))
+
     accepted = accepted._replace(
-        path=jnp.pad(accepted.path, padding), tokens=jnp.pad(accepted.tokens, padding)
+        path=padded(accepted.path),
+        tokens=padded(accepted.tokens),
+        log_probs=jax.tree.map(padded, accepted.log_probs),
     )
     return accepted, path_rows(rows, accepted)

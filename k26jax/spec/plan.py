@@ -14,6 +14,8 @@ class Plan:
     budget: tree nodes without the root; 0 means plain decoding.
     depth: drafted tokens of one pass, the greatest depth of a tree.
     block_size: rows of one draft pass.
+    has_extras: adjusts logits and tells log-probabilities for the slots that ask for it; a program
+        without them does neither, and costs nothing for it.
     widths: rows among which every step chooses, ascending from 1; none: always `width`.
     """
 
@@ -22,6 +24,7 @@ class Plan:
     depth: int = 0
     block_size: int = 0
     kernels: str = "reference"
+    has_extras: bool = False
     widths: tuple[int, ...] = ()
 
     @classmethod
@@ -40,6 +43,10 @@ class Plan:
         if budget == 0:
             return cls.plain(kernels)
         return cls(Algorithm.DDTREE, budget, min(depth, budget), block_size, kernels)
+
+    def with_extras(self) -> Plan:
+        """Returns the same plan with extras: the same tokens for slots that ask for none."""
+        return replace(self, has_extras=True)
 
     @classmethod
     def auto(

@@ -15,7 +15,8 @@ from k26jax.sharding.collectives import whole_rows
 from k26jax.sharding.rules import MODEL
 from k26jax.spec.accept import cut_at_stop
 from k26jax.spec.compact import commit_features, commit_latents
-from k26jax.spec.sampling import choose
+from k26jax.spec.extras import choose_first
+from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.state import Models, Sampling, SpecState
 
 
@@ -31,6 +32,7 @@ class Chunk:
     is_last: whether the prompt ends here and the first token is chosen.
     max_tokens: tokens the request may emit.
     sampling: the request's settings, one row.
+    allowed: the tokens that the first one may be, as `mask_logits` takes them; None: all.
     """
 
     token_ids: Int32[Array, "t"]
@@ -40,6 +42,7 @@ class Chunk:
     is_last: Bool[Array, ""]
     max_tokens: Int32[Array, ""]
     sampling: Sampling
+    allowed: UInt32[Array, "bits"] | None = None
 
 
 class Prefilled(NamedTuple):
@@ -47,10 +50,12 @@ class Prefilled(NamedTuple):
 
     first_token: the chosen token (meaningful after the last chunk).
     logits: of all rows if they were asked for, else of the last row alone.
+    log_probs: of the first token, if the request asks for them.
     """
 
     first_token: Int32[Array, ""]
     logits: Float32[Array, "rows w"]
+    log_probs: LogProbs
 
 
 def prefill(
@@ -78,9 +83,15 @@ def prefill(
     logits = models.target.logits(hidden)
     last_logits = logits[last_row] if all_logits else logits[0]
     position = chunk.start + chunk.count
-    first_token = choose(
-        last_logits[None, None], position[None] - 1, jnp.zeros((1, 1), jnp.int32), chunk.sampling, 0
-    )[0, 0]
+    first_token, log_probs, adjustments = choose_first(
+        last_logits,
+        position,
+        chunk.slot,
+        chunk.is_last,
+        chunk.sampling,
+        state.adjustments,
+        chunk.allowed,
+    )
     _, stopped = cut_at_stop(first_token[None, None], jnp.ones(1, int), chunk.sampling.stop_ids)
     remaining = jnp.where(chunk.is_last & ~stopped[0], chunk.max_tokens - 1, 0)
     slot = chunk.slot
@@ -89,11 +100,10 @@ def prefill(
         anchor=state.anchor.at[slot].set(first_token),
         length=state.length.at[slot].set(position),
         remaining=state.remaining.at[slot].set(remaining),
-        sampling=jax.tree.map(
-            lambda all_, one: all_.at[slot].set(one[0]), state.sampling, chunk.sampling
-        ),
+        sampling=state.sampling.with_slot(slot, chunk.sampling),
+        adjustments=adjustments,
     )
-    return state, Prefilled(first_token, whole_rows(logits, MODEL))
+    return state, Prefilled(first_token, whole_rows(logits, MODEL), log_probs)
 
 
 def _committed(

@@ -13,6 +13,7 @@ from k26jax.config import MAX_STOP_IDS, DraftConfig, ModelConfig
 from k26jax.model.cache import DraftCache, LatentCache
 from k26jax.model.drafter import Drafter
 from k26jax.model.target import Target
+from k26jax.spec.adjust import Adjustments
 from k26jax.spec.auto_width import AutoWidth
 
 
@@ -38,6 +39,7 @@ class Sampling:
     top_k: 0: off.   top_p: 1: off.   min_p: 0: off.
     seed: the key of the slot's noise.
     stop_ids: MAX_STOP_IDS of them, padded with -1.
+    tells_log_probs: whether the log-probabilities of the slot's tokens are asked for.
     """
 
     temperature: Float32[Array, "b"]
@@ -46,6 +48,7 @@ class Sampling:
     min_p: Float32[Array, "b"]
     seed: UInt32[Array, "b 2"]
     stop_ids: Int32[Array, "b stops"]
+    tells_log_probs: Bool[Array, "b"]
 
     @classmethod
     def empty(cls, slots: int) -> Self:
@@ -57,7 +60,12 @@ class Sampling:
             min_p=jnp.zeros(slots, jnp.float32),
             seed=jnp.zeros((slots, 2), jnp.uint32),
             stop_ids=jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32),
+            tells_log_probs=jnp.zeros(slots, bool),
         )
+
+    def with_slot(self, slot: jax.Array, row: Self) -> Self:
+        """Returns all slots with those of one replaced, which are given as one row."""
+        return jax.tree.map(lambda all_, one: all_.at[slot].set(one[0]), self, row)
 
 
 @jax.tree_util.register_dataclass
@@ -71,6 +79,7 @@ class SpecState:
     length: committed tokens before the anchor; the anchor's absolute position.
     remaining: tokens the slot may still emit; 0: the slot is idle or done.
     sampling: how each slot chooses tokens.
+    adjustments: what each slot changes of the logits before.
     auto: what the next step's rows are chosen by; None where all steps have as many.
     """
 
@@ -80,6 +89,7 @@ class SpecState:
     length: Int32[Array, "slot"]
     remaining: Int32[Array, "slot"]
     sampling: Sampling
+    adjustments: Adjustments
     auto: AutoWidth | None = None
 
     @classmethod
@@ -104,6 +114,7 @@ class SpecState:
             length=jnp.zeros(slots, jnp.int32),
             remaining=jnp.zeros(slots, jnp.int32),
             sampling=Sampling.empty(slots),
+            adjustments=Adjustments.empty(slots, config.vocab_size),
             auto=auto,
         )
 

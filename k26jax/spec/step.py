@@ -11,6 +11,8 @@ from k26jax.spec.accept import Accepted, accept
 from k26jax.spec.auto_step import auto_step
 from k26jax.spec.compact import compact
 from k26jax.spec.draft import draft
+from k26jax.spec.extras import adjust_nodes, count, tell
+from k26jax.spec.log_probs import LogProbs
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
 from k26jax.spec.tree import Tree
@@ -32,7 +34,9 @@ def step(models: Models, state: SpecState, plan: Plan) -> tuple[SpecState, Tree,
     with jax.named_scope("verify"):
         tree_logits = verify(models, tree, state, plan)
     with jax.named_scope("accept"):
-        accepted = accept(tree, tree_logits.logits, state, plan)
+        accepted = accept(tree, adjust_nodes(tree, tree_logits.logits, state, plan), state, plan)
+        accepted = tell(tree_logits.logits, accepted, state, plan)
+        state = count(state, accepted, plan)
     with jax.named_scope("compact"):
         state = compact(models, state, tree_logits.rows, accepted, plan.kernels)
     return state, tree, accepted
@@ -45,6 +49,7 @@ class Steps(NamedTuple):
     tokens, emitted_len, accepted_len: as in `Accepted`.
     rows: of each step's verification, where steps choose them; else None.
     trees, paths: the trees tried and the accepted nodes, if recorded.
+    log_probs: as in `Accepted`.
     """
 
     n_run: Int32[Array, ""]
@@ -54,6 +59,7 @@ class Steps(NamedTuple):
     rows: Int32[Array, "step"] | None
     trees: Tree | None
     paths: Int32[Array, "step b path"] | None
+    log_probs: LogProbs | None = None
 
 
 def run_steps(
@@ -77,7 +83,8 @@ def run_steps(
         state, tree, accepted = step(models, state, plan)
         rows = None if state.auto is None else state.auto.rows
         record = (accepted.tokens, accepted.emitted_len, accepted.accepted_len, rows)
-        return state, record + ((tree, accepted.path) if record_trees else (None, None))
+        record += (tree, accepted.path) if record_trees else (None, None)
+        return state, (*record, accepted.log_probs)
 
     def body(carry: tuple) -> tuple:
         done, state, records = carry

@@ -32,8 +32,8 @@ class ChatAnswer:
 
     Args:
         prompt: the conversation that is answered.
-        max_tokens, stop_ids, own_stop_ids, stop, include_stop, skip_special_tokens: as
-            `OutputReader` takes them.
+        max_tokens, min_tokens, stop_ids, own_stop_ids, stop, include_stop, skip_special_tokens:
+            as `OutputReader` takes them.
 
     Attributes:
         message: what the events added up to so far.
@@ -45,6 +45,7 @@ class ChatAnswer:
         prompt: ChatPrompt,
         *,
         max_tokens: int,
+        min_tokens: int = 0,
         stop_ids: Sequence[int] = (),
         own_stop_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
@@ -54,6 +55,7 @@ class ChatAnswer:
         self._reader = OutputReader(
             tokenizer,
             max_tokens=max_tokens,
+            min_tokens=min_tokens,
             stop_ids=stop_ids,
             own_stop_ids=own_stop_ids,
             stop=stop,

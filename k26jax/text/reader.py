@@ -50,12 +50,15 @@ class OutputReader:
     Args:
         tokenizer: None for a model without one; then there is no text.
         max_tokens: the answer's limit.
+        min_tokens: stop strings are looked for in the text after that many tokens.
         stop_ids: ids that end it; own_stop_ids: those of them that the request named.
         markers: ids to hand out as markers; none for plain completions.
         spelled: words in the text to hand out as markers too.
 
     Attributes:
         token_ids: everything read, the stop token included.
+        starts: by position of a token with text, the first character of the answer's text, markers
+            shown, that it has a part in.
         finish_reason: "stop" or "length", None before the end.
         stop_reason: the stop string or the own stop id that ended it, else None.
 
@@ -67,6 +70,7 @@ class OutputReader:
         tokenizer: Tokenizer | None,
         *,
         max_tokens: int,
+        min_tokens: int = 0,
         stop_ids: Sequence[int] = (),
         own_stop_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
@@ -78,7 +82,8 @@ class OutputReader:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self.starts: dict[int, int] = {}
+        self._tokenizer, self._max_tokens, self._min_tokens = tokenizer, max_tokens, min_tokens
         self._stop_ids, self._own_stop_ids = frozenset(stop_ids), frozenset(own_stop_ids)
         self._include_stop, self._skips = include_stop, skip_special_tokens
         self._markers, self._spelled = markers or {}, spelled or {}
@@ -89,7 +94,7 @@ class OutputReader:
         self._out_chars = 0  # handed out in pieces
         self._ready = ""  # past the stop matcher, not yet handed out
         self._marks: deque[_Mark] = deque()
-        self._starts: deque[tuple[int, int]] = deque()  # first character, position
+        self._starts: deque[int] = deque()  # positions of tokens not yet handed out
 
     def push(self, token_ids: Sequence[int]) -> list[Piece]:
         """Returns the pieces that these tokens add; those after the end are not read.
@@ -122,7 +127,8 @@ class OutputReader:
         }
 
     def _read(self, token: int) -> None:
-        is_stop, is_hidden_stop = token in self._stop_ids, token in self._hidden_stops
+        is_stop = token in self._stop_ids
+        is_hidden_stop = self._is_stoppable and token in self._hidden_stops
         if self._detokenizer and (self._include_stop or not (is_stop or is_hidden_stop)):
             self._read_text(token, is_hidden_stop)
         if self.finish_reason is not None:
@@ -147,7 +153,8 @@ class OutputReader:
         if marker:
             self._marks.append(_Mark(start, start + len(text), marker, position))
         elif text or self._tokenizer.visible_bytes([token], skip_special_tokens=self._skips):
-            self._starts.append((start, position))
+            self._starts.append(position)
+            self.starts[position] = start
         self._match(text)
 
     def _end(self, reason: str, stop_reason: int | str | None) -> None:
@@ -156,9 +163,14 @@ class OutputReader:
             self._match(self._detokenizer.flush())
         self._show(self._matcher.flush())
 
+    @property
+    def _is_stoppable(self) -> bool:
+        """Whether the newest token may complete a stop string."""
+        return len(self.token_ids) > self._min_tokens
+
     def _match(self, text: str) -> None:
         self._read_chars += len(text)
-        self._show(self._matcher.push(text))
+        self._show(self._matcher.push(text) if self._is_stoppable else (text, None))
 
     def _show(self, found: tuple[str, str | None]) -> None:
         shown, matched = found
@@ -203,8 +215,8 @@ class OutputReader:
 
     def _text(self, limit: int) -> Piece:
         tokens = []
-        while self._starts and self._starts[0][0] < limit:
-            tokens.append(self._starts.popleft()[1])
+        while self._starts and self.starts[self._starts[0]] < limit:
+            tokens.append(self._starts.popleft())
         return Piece(self._take(limit), tuple(tokens))
 
     def _take(self, limit: int) -> str:

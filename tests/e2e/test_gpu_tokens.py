@@ -43,6 +43,35 @@ def generated(**options) -> dict[str, list[list[int]]]:
         }
 
 
+SHAPES = [
+    {"json": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 4}},
+    {"regex": "[a-z_]+ = [0-9]{3}"},
+    None,
+]
+
+
+def shaped(**options) -> list[list[int]]:
+    """The tokens of answers of given shapes, beside free ones."""
+    with LLM(**PAIR, **options) as llm:
+        return [
+            output.outputs[0].token_ids
+            for output in llm.generate(
+                ["x = ", "def main():\n"] * 6,
+                [
+                    SamplingParams(max_tokens=96, structured_outputs=shape, **law)
+                    for shape in SHAPES
+                    for law in LAWS.values()
+                    for _ in range(2)
+                ],
+                raise_on_error=True,
+            )
+        ]
+
+
+def test_answers_of_a_shape_are_those_of_plain_decoding():
+    assert shaped(speculative_ddtree_budget=16) == shaped(speculative_algorithm="NONE")
+
+
 def cached(**options) -> list[np.ndarray]:
     """The cache rows of one prompt, of several chunks."""
     prompt = [int(token) for token in np.random.default_rng(0).integers(1, 2000, 300)]
@@ -68,3 +97,25 @@ def test_tokens_are_those_of_plain_decoding(budget, plain):
     found = generated(speculative_ddtree_budget=budget)
     for law, texts in plain.items():
         assert found[law] == texts, law
+
+
+def test_what_is_adjusted_and_told_is_that_of_plain_decoding():
+    """Penalties count a node's path; log-probabilities are of the same bits of logits."""
+    prompts = [[int(x) for x in np.random.default_rng(i).integers(1, 2000, 40)] for i in range(4)]
+    shared = {"max_tokens": 96, "ignore_eos": True, "seed": 7, "logprobs": 5}
+    params = [
+        SamplingParams(temperature=0, frequency_penalty=0.4, **shared),
+        SamplingParams(temperature=0.9, repetition_penalty=1.2, logit_bias={5: -100.0}, **shared),
+        SamplingParams(temperature=0, presence_penalty=1.0, **shared),
+        SamplingParams(temperature=1.0, **shared),
+    ]
+    found = []
+    for options in ({"speculative_algorithm": "NONE"}, {"speculative_ddtree_budget": 16}):
+        with LLM(**PAIR, **options) as llm:
+            found.append([result.outputs[0] for result in llm.generate(prompts, params)])
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        for told, also in zip(one.logprobs, other.logprobs, strict=True):
+            assert told.keys() == also.keys()
+            for token, item in told.items():
+                assert item.logprob == pytest.approx(also[token].logprob, abs=1e-5)

@@ -39,8 +39,14 @@ def request(prompt=(1, 2, 3), eos_ids=(7,), seed=5, context_length=10, **params)
         ("stop_token_ids", [True]), ("stop_token_ids", {"1": 1}), ("stop_token_ids", False),
         ("ignore_eos", "yes"), ("ignore_eos", None), ("ignore_eos", 1),
         ("skip_special_tokens", 0), ("include_stop_str_in_output", "no"),
-        ("logprobs", 1), ("prompt_logprobs", 0), ("min_tokens", 1), ("presence_penalty", 0.5),
-        ("frequency_penalty", 0.5), ("repetition_penalty", 1.1), ("logit_bias", {1: 1.0}),
+        ("logprobs", 21), ("logprobs", -1), ("logprobs", True), ("prompt_logprobs", 0),
+        ("min_tokens", -1), ("min_tokens", None), ("presence_penalty", 2.1),
+        ("presence_penalty", float("nan")), ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0.0), ("repetition_penalty", float("inf")),
+        ("logit_bias", {1: 101}), ("logit_bias", {-1.5: 1}), ("logit_bias", {"x": 1}),
+        ("logit_bias", {"\u0663": 1}), ("logit_bias", [1]), ("logit_bias", {True: 1}),
+        ("logit_bias", {1: None}), ("logit_bias", dict.fromkeys(range(301), 1)),
+        ("bad_words", "word"), ("bad_words", [""]), ("bad_words", [1]), ("bad_words", 5),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_its_fields_name(name, value):
@@ -55,7 +61,9 @@ def test_a_bad_value_is_refused_by_its_fields_name(name, value):
         ("min_p", 1), ("max_tokens", 1), ("max_tokens", None), ("seed", -(1 << 63)),
         ("seed", (1 << 64) - 1), ("stop", "x"), ("stop", ("x", "y")), ("stop", []),
         ("stop_token_ids", ()), ("stop_token_ids", [0]), ("logprobs", None), ("min_tokens", 0),
-        ("repetition_penalty", 1.0),
+        ("repetition_penalty", 0.01), ("logprobs", 0), ("logprobs", 20), ("min_tokens", 1 << 30),
+        ("presence_penalty", -2), ("frequency_penalty", 2.0), ("logit_bias", {0: -100, "3": 100}),
+        ("logit_bias", dict.fromkeys(range(300), 1.0)), ("bad_words", ()), ("bad_words", ["a"]),
     ],
 )  # fmt: skip
 def test_the_bounds_themselves_are_taken(name, value):
@@ -101,6 +109,26 @@ def test_stop_ids_are_the_own_ones_then_the_models_each_once():
     assert request(ignore_eos=True).stop_ids == ()
 
 
+def test_what_changes_logits_is_told_from_what_does_not():
+    for params in (
+        {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}, {"repetition_penalty": 1.1},
+        {"logit_bias": {1: 1}}, {"min_tokens": 1},
+    ):  # fmt: skip
+        assert request(**params).adjusts, params
+        assert request(**params).has_extras
+    assert not request().has_extras
+    # Without an end token there is nothing to hold back.
+    assert not request(min_tokens=1, ignore_eos=True).adjusts
+    told = request(logprobs=0)
+    assert (told.adjusts, told.has_extras) == (False, True)
+
+
+def test_min_tokens_are_no_more_than_max_tokens():
+    with pytest.raises(RequestError, match="min_tokens = 4 exceeds max_tokens = 3"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+    assert request(min_tokens=9).max_tokens == 7
+
+
 def test_too_many_stop_ids_are_refused_with_both_numbers():
     own = list(range(MAX_STOP_IDS))
     assert len(request(stop_token_ids=own).stop_ids) == MAX_STOP_IDS
@@ -115,6 +143,7 @@ def test_too_many_stop_ids_are_refused_with_both_numbers():
         ({"prompt": (1, 20)}, "prompt.*20.*vocabulary of 20"),
         ({"prompt": (-1,)}, "prompt.*-1"),
         ({"stop_token_ids": [20]}, "stop_token_ids.*20"),
+        ({"logit_bias": {"20": 1}}, "logit_bias.*20.*vocabulary of 20"),
         ({"prompt": (1,) * 10}, "10 tokens.*context 10"),
         ({"prompt": (1,) * 99}, "99 tokens.*context 10"),
     ],

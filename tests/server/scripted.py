@@ -53,6 +53,8 @@ class ScriptedRunner:
         self._left: dict[int, deque[list[int]]] = {}
         self._stops: dict[int, int] = {}
         self._prompts: dict[int, deque[int | None]] = {}
+        self._emitted: dict[int, int] = {}
+        self._first = 0
 
     def restore(self) -> None:
         pass
@@ -76,8 +78,12 @@ class ScriptedRunner:
         first = self._prompts[slot].popleft()
         if first is not None:
             del self._prompts[slot]
+            self._emitted[slot], self._first = 1, first
             self._roots[slot] = first
         return first
+
+    def first_log_probs(self, slot: int) -> list[np.ndarray]:
+        return [np.asarray(part)[None, None] for part in told_of(0, self._first)]
 
     def cached_tokens(self, slot: int) -> int:
         return 0
@@ -94,17 +100,24 @@ class ScriptedRunner:
         time.sleep(self.pace * limit)
         steps = [self._step() for _ in range(limit)]
         width = max(len(run) for step in steps for run in step.values())
-        tokens = np.zeros((limit, self.slots, width), np.int32)
+        shape = limit, self.slots, width
+        tokens = np.zeros(shape, np.int32)
         counts = np.zeros((limit, self.slots), np.int32)
+        told = [np.zeros(shape + np.shape(part)) for part in told_of(0, 0)]
         for number, step in enumerate(steps):
             for slot, run in step.items():
                 tokens[number, slot, : len(run)], counts[number, slot] = run, len(run)
+                for place, token in enumerate(run):
+                    for array, part in zip(told, told_of(self._emitted[slot], token), strict=True):
+                        array[number, slot, place] = part
+                    self._emitted[slot] += 1
         trees, paths = self._trees(steps, width) if record_trees else (None, None)
         return SimpleNamespace(
             n_run=limit,
             tokens=tokens,
             emitted_len=counts,
             accepted_len=counts,
+            log_probs=told,
             rows=None,
             trees=trees,
             paths=paths,
@@ -147,6 +160,13 @@ class ScriptedRunner:
             for slot, left in self._left.items()
             if slot not in self._prompts
         }
+
+
+def told_of(position: int, token: int) -> tuple[float, int, list[int], list[float]]:
+    """A token's log-probability and rank, and the likeliest tokens there; odd ones are unlikely."""
+    if position % 2:
+        return -9.5, 70, [11, 12, 13], [-0.25, -2.0, -3.0]
+    return -position / 8, 1, [token, 12, 13], [-position / 8, -2.0, -float("inf")]
 
 
 @functools.cache

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 import pytest
 from fixtures.paths import REPOSITORY
 from scripted import NAME, served
@@ -16,7 +20,9 @@ CHECKPOINTS = REPOSITORY / "checkpoints"
 PROMPTS = ["import os\n" * 20, "class Node:\n", "def main():\n", "for i in range(10):\n    x"]
 GREEDY = {"temperature": 0, "max_tokens": 24}
 MESSAGES = [{"role": "user", "content": "Write a sort."}]
-TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+BEYOND_OPENAI = ("repetition_penalty", "bad_words", "min_tokens")
+EMPTY = {"type": "object", "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "search", "parameters": EMPTY}}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,22 @@ def alone(llm) -> dict:
 
 
 @pytest.fixture(scope="module")
-def server(llm, alone):
+def penalized(llm, alone) -> list:
+    """What requests ask for, and the text that `LLM.generate` gives."""
+    found = []
+    for more in (
+        {"frequency_penalty": 0.7, "presence_penalty": 0.5},
+        {"repetition_penalty": 1.2, "bad_words": ["import"]},
+        {"logit_bias": {"5": 3, "17": -100}, "min_tokens": 20},
+    ):
+        params = SamplingParams(**GREEDY, **more)
+        found.append((more, llm.generate(PROMPTS[:1], params)[0].outputs[0].text))
+    assert all(text != alone["greedy"][0] for _, text in found[:2])
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(llm, alone, penalized):
     with served(llm, api_keys=("key",)) as server:
         yield server
         server.wait_idle()
@@ -197,14 +218,47 @@ def test_the_client_s_own_reader_of_streams(client):
     assert stop not in final.choices[0].message.content
 
 
+def test_logprobs(client, alone):
+    """Both routes, whole and streamed; the target's own, so penalties do not change their sum."""
+    asked = {"model": NAME, "prompt": PROMPTS[0], **GREEDY}
+    choice = client.completions.create(logprobs=2, **asked).choices[0]
+    assert choice.text == alone["greedy"][0]
+    told = choice.logprobs
+    assert "".join(told.tokens) == choice.text
+    for offset, token in zip(told.text_offset, told.tokens, strict=True):
+        assert choice.text[offset:].startswith(token)
+    for token, value, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert value == max(top.values()) == top[token]  # greedy
+    more = {"extra_body": {"chat_template_kwargs": {"thinking": False}}} | GREEDY
+    asked = {"model": NAME, "messages": MESSAGES, "logprobs": True, "top_logprobs": 3, **more}
+    whole = client.chat.completions.create(**asked).choices[0]
+    content = whole.logprobs.content
+    raw = b"".join(bytes(item.bytes) for item in content)
+    assert raw.decode() == whole.message.content
+    assert all(item.top_logprobs[0].logprob == item.logprob for item in content)
+    assert all(len(item.top_logprobs) == 3 for item in content)
+    chunks = client.chat.completions.create(stream=True, **asked)
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [item for part in parts if part for item in part.content or []] == content
+
+
+def test_penalties_and_biases_are_those_of_generate(client, penalized):
+    for more, text in penalized:
+        body = {name: more.pop(name) for name in list(more) if name in BEYOND_OPENAI}
+        found = client.completions.create(
+            model=NAME, prompt=PROMPTS[0], extra_body=body, **GREEDY, **more
+        )
+        assert found.choices[0].text == text
+
+
 def test_tools_and_stop(client, alone):
     found = client.chat.completions.create(
         model=NAME, messages=MESSAGES, tools=[TOOL], tool_choice="none", **GREEDY
     )
     assert found.choices[0].message.tool_calls is None
-    with pytest.raises(openai.BadRequestError, match="constrained decoding") as caught:
+    with pytest.raises(openai.BadRequestError, match="there are no tools") as caught:
         client.chat.completions.create(
-            model=NAME, messages=MESSAGES, tools=[TOOL], tool_choice="required", **GREEDY
+            model=NAME, messages=MESSAGES, tool_choice="required", **GREEDY
         )
     assert (caught.value.param, caught.value.code) == ("tool_choice", "invalid_value")
     text = alone["greedy"][0]
@@ -214,21 +268,82 @@ def test_tools_and_stop(client, alone):
     assert found.choices[0].finish_reason == "stop"
 
 
+class Pet(pydantic.BaseModel):
+    """What the client makes a schema of."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    name: str = pydantic.Field(max_length=8)
+    kind: Literal["cat", "dog"]
+    ages: list[Annotated[int, pydantic.Field(ge=0, le=99)]] = pydantic.Field(max_length=3)
+
+
+def test_schemas_and_forced_calls(client, alone):
+    """Greedy and sampled, streamed and not, beside an answer that is free."""
+    instant = {"chat_template_kwargs": {"thinking": False}}
+    shared = {"model": NAME, "messages": MESSAGES, "max_tokens": 250, "extra_body": instant}
+    tool = {"type": "function", "function": {"name": "f", "parameters": Pet.model_json_schema()}}
+
+    def parsed(temperature):
+        found = client.chat.completions.parse(
+            response_format=Pet, temperature=temperature, seed=4, **shared
+        )
+        assert found.choices[0].finish_reason == "stop"
+        assert found.choices[0].message.parsed.kind in ("cat", "dog")
+
+    def called(choice):
+        chunks = client.chat.completions.create(
+            tools=[TOOL, tool], tool_choice=choice, parallel_tool_calls=False, stream=True,
+            temperature=0.7, seed=1, **shared,
+        )  # fmt: skip
+        choices = [chunk.choices[0] for chunk in chunks]
+        calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+        assert choices[-1].finish_reason == "tool_calls"
+        assert not any(choice.delta.content for choice in choices)
+        assert {call.index for call in calls} == {0}
+        name = calls[0].function.name
+        assert calls[0].id == f"functions.{name}:0"
+        arguments = "".join(call.function.arguments for call in calls)
+        assert Pet.model_validate_json(arguments) if name == "f" else json.loads(arguments) == {}
+        return name
+
+    def free():
+        found = client.completions.create(model=NAME, prompt=PROMPTS[1], **GREEDY)
+        assert found.choices[0].text == alone["greedy"][1]
+
+    named = {"type": "function", "function": {"name": "f"}}
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(parsed, t) for t in (0, 0.9)] + [pool.submit(free) for _ in range(2)]
+        assert pool.submit(called, named).result() == "f"
+        assert pool.submit(called, "required").result() in ("f", "search")
+        for job in jobs:
+            job.result()
+    found = client.completions.create(
+        model=NAME,
+        prompt="x = ",
+        max_tokens=20,
+        extra_body={"structured_outputs": {"regex": "[0-9]{3}"}},
+    )
+    assert re.fullmatch("[0-9]{3}", found.choices[0].text)
+    assert found.choices[0].finish_reason == "stop"
+
+
 def test_errors_are_the_client_s_own(server, client):
     def ask(**more):
         return client.completions.create(**({"model": NAME, "prompt": "a"} | more))
 
     with pytest.raises(openai.NotFoundError, match="served: tiny"):
         ask(model="gpt-4")
-    with pytest.raises(openai.BadRequestError, match="log-probabilities") as caught:
-        ask(logprobs=2)
+    with pytest.raises(openai.BadRequestError, match="not there") as caught:
+        ask(logprobs=2, echo=True)
     assert caught.value.code == "unsupported_parameter"
     with pytest.raises(openai.BadRequestError, match="600") as caught:
         ask(max_tokens=600)
     assert caught.value.code == "context_length_exceeded"
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
-    with pytest.raises(openai.BadRequestError, match="response_format"):
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objct"}}}
+    with pytest.raises(openai.BadRequestError, match="response_format: Invalid type") as caught:
         client.chat.completions.create(model=NAME, messages=MESSAGES, response_format=schema)
+    assert (caught.value.param, caught.value.code) == ("response_format", "invalid_value")
     with (
         openai.OpenAI(base_url=server.url + "/v1", api_key="no", max_retries=0) as other,
         pytest.raises(openai.AuthenticationError),

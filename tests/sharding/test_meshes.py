@@ -191,3 +191,26 @@ def test_no_cache_is_copied_and_the_state_is_aliased_on_a_mesh():
     assert "all-reduce" in text
     assert "all-to-all" not in text
     assert "collective-permute" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 2), (4, 2)])
+def test_extras_on_a_mesh(mesh):
+    """Penalties and log-probabilities where ranks share the vocabulary; a tree and plain steps."""
+    extras = [
+        {"frequency_penalty": 0.9, "logit_bias": {63: 3.0}, "logprobs": 3},
+        {"repetition_penalty": 1.3, "min_tokens": 4},
+        {"logprobs": 0},
+    ]
+    asked = [replace(ask, extras=more) for ask, more in zip(ASKS, extras, strict=True)]
+    asked[2] = replace(asked[2], bad_words=((60,), (3, 40)))
+    alone, params, _ = _alone(_random_pair)
+    on_mesh = MeshPrograms(alone, mesh)
+    placed = on_mesh.placement.put(params)
+    expected, _, one = alone.run(params, asked, PLANS[2].with_extras())
+    found, _, many = on_mesh.run(placed, asked, PLANS[2].with_extras())
+    assert found == expected
+    for x, y in zip(many.log_probs, one.log_probs, strict=True):
+        np.testing.assert_allclose(x[:, [0, 2]], y[:, [0, 2]], atol=1e-4)
+    assert on_mesh.run(placed, asked, PLANS[0].with_extras())[0] == expected
+    assert expected != alone.run(params, ASKS, PLANS[2])[0]

@@ -30,7 +30,8 @@ def _sampling(rows: int, **settings) -> Sampling:
     }
     seed = jnp.stack([jnp.asarray(seed_words(row)) for row in range(rows)])
     stop_ids = jnp.full((rows, MAX_STOP_IDS), -1, jnp.int32)
-    return Sampling(**columns, seed=seed, stop_ids=stop_ids)
+    tells = jnp.zeros(rows, bool)
+    return Sampling(**columns, seed=seed, stop_ids=stop_ids, tells_log_probs=tells)
 
 
 _choose = jax.jit(choose, static_argnums=4)
