@@ -219,7 +219,7 @@ class LLM(Chatting):
             raise error
         if len(requests) != 1:
             raise RequestError("stream gives one sequence; set n = 1")
-        if trace:
+        if trace and requests[0].params.structured_outputs is None:
             engine.runner.warm_up_traces(has_extras=requests[0].has_extras)
         return _chunks(engine.run(requests, steps_per_dispatch=1, trace=trace))
 

@@ -14,13 +14,16 @@ from k26jax.config import EngineConfig
 from k26jax.engine.engine import Engine
 from k26jax.engine.output import RequestOutput, StreamChunk, reading
 from k26jax.engine.request import SamplingParams, checked_params, is_listing, refuse_unknown
-from k26jax.errors import K26Error
+from k26jax.errors import K26Error, RequestError
 from k26jax.text.answer import ChatAnswer
+from k26jax.text.call_grammar import chat_structure, parameters_structures
 from k26jax.text.chat import ChatFormat, ChatPrompt, chat_format
 from k26jax.text.events import Event
+from k26jax.text.tools import check_tools, choose_tools
 
 Messages = Sequence[Mapping[str, Any]]
-_OPTIONS = [name for name in inspect.signature(ChatFormat.prompt).parameters][2:]
+_CHOICES = ("tool_choice", "parallel_tool_calls")
+_OPTIONS = [*list(inspect.signature(ChatFormat.prompt).parameters)[2:], *_CHOICES]
 
 
 class Chatting(abc.ABC):
@@ -56,33 +59,87 @@ class Chatting(abc.ABC):
 
         Args:
           messages: a list of objects with role and content, or a list of such lists.
-          options: tools, thinking, preserve_thinking and options of `ChatFormat.prompt`, the same
-            for all conversations.
+          options: tools, thinking, preserve_thinking and options of `ChatFormat.prompt`, and
+            tool_choice and parallel_tool_calls as `plan` takes them; the same for all
+            conversations.
         """
         refuse_unknown("chat", list(options), _OPTIONS)
         params, chats = checked_params(sampling_params), _as_chats(messages)
-        prompts: list[ChatPrompt | K26Error] = []
+        plans: list[tuple[ChatPrompt, SamplingParams] | K26Error] = []
         for item in chats:
             try:
-                prompts.append(self.chat_format.prompt(item, **options))
+                plans.append(self.plan(item, params, **options))
             except K26Error as error:
                 if raise_on_error:
                     raise
-                prompts.append(error)
-        good = [prompt for prompt in prompts if isinstance(prompt, ChatPrompt)]
+                plans.append(error)
+        good = [plan for plan in plans if not isinstance(plan, K26Error)]
         ran = self.generate(
-            [prompt.token_ids for prompt in good],
-            params,
+            [prompt.token_ids for prompt, _ in good],
+            [chosen for _, chosen in good],
             use_tqdm=use_tqdm,
             raise_on_error=raise_on_error,
         )
-        results = iter([self._told(*pair, params) for pair in zip(ran, good, strict=True)])
+        results = iter([self._told(result, *plan) for result, plan in zip(ran, good, strict=True)])
         return [
-            RequestOutput(None, [], [], error=str(prompt))
-            if isinstance(prompt, K26Error)
+            RequestOutput(None, [], [], error=str(plan))
+            if isinstance(plan, K26Error)
             else next(results)
-            for prompt in prompts
+            for plan in plans
         ]
+
+    def plan(
+        self,
+        messages: Messages,
+        params: SamplingParams,
+        *,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+        tools: Any = None,
+        **options: Any,
+    ) -> tuple[ChatPrompt, SamplingParams]:
+        """Returns the prompt of a conversation, and how its answer's tokens are chosen.
+
+        Args:
+          tool_choice: "auto", "none", "required" or an object that names a tool.
+          parallel_tool_calls: False: one call at most.
+          options: as `chat` takes them.
+
+        Raises: RequestError for what the model's format has not, or a shape that cannot be had.
+        """
+        declared = choose_tools(check_tools(tools), tool_choice)
+        prompt = self.chat_format.prompt(messages, declared, **options)
+        return prompt, self.shaped(prompt, params, tool_choice, parallel_tool_calls)
+
+    def shaped(
+        self,
+        prompt: ChatPrompt,
+        params: SamplingParams,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+    ) -> SamplingParams:
+        """Returns the parameters with the shape that a chat's answer must have, if it must.
+
+        Raises: RequestError that names the field whose shape cannot be had.
+        """
+        loaded, asked = self.engine.loaded, params.structured_outputs
+        if parallel_tool_calls not in (None, True, False):
+            raise RequestError(f"parallel_tool_calls is {parallel_tool_calls!r:.80}, no boolean")
+        if asked is not None:
+            loaded.grammars.check(asked)
+        assert loaded.tokenizer is not None, "a chat's prompt was made with the tokenizer"
+        found = chat_structure(
+            prompt,
+            asked,
+            loaded.tokenizer.special_ids,
+            choice=tool_choice,
+            parallel=parallel_tool_calls is not False,
+        )
+        if found is None:
+            return params
+        for where, structure in parameters_structures(prompt.tools, tool_choice).items():
+            loaded.grammars.check(structure, where)
+        return dataclasses.replace(params, structured_outputs=found)
 
     def stream_chat(
         self, messages: Messages, sampling_params: SamplingParams | None = None, **options: Any
@@ -95,8 +152,7 @@ class Chatting(abc.ABC):
         Raises: as `stream`, and RequestError for messages or options that make no prompt.
         """
         refuse_unknown("stream_chat", list(options), _OPTIONS)
-        params = checked_params(sampling_params)
-        prompt = self.chat_format.prompt(messages, **options)
+        prompt, params = self.plan(messages, checked_params(sampling_params), **options)
         return _answers(self.stream(prompt.token_ids, params), self.answer(prompt, params))
 
     def answer(self, prompt: ChatPrompt, params: SamplingParams) -> ChatAnswer:

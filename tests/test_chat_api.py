@@ -79,6 +79,20 @@ def test_stop_strings_end_a_chat_as_they_end_a_text(llm, small_pair):
     assert (message.finish.reason, message.finish.stop_reason) == ("stop", plain[3])
 
 
+def test_an_answer_of_a_given_shape(llm, small_pair):
+    """Whole and as a stream."""
+    words = [small_pair.letters[:3], small_pair.letters[2:9]]
+    params = SamplingParams(temperature=0, structured_outputs={"choice": words})
+    text = small_pair.letters[:5]
+    (whole,) = llm.chat(chat_of(text), params)[0].outputs
+    assert (whole.message.content in words, whole.message.finish_reason) == (True, "stop")
+    events = [event for step in llm.stream_chat(chat_of(text), params) for event in step]
+    assert ChatMessage(events).record() == whole.message.record()
+    assert "there are no tools" in llm.chat(chat_of(text), params, tool_choice="required")[0].error
+    with pytest.raises(RequestError, match="parallel_tool_calls is 3"):
+        llm.stream_chat(chat_of(text), params, parallel_tool_calls=3)
+
+
 def test_unknown_options_are_refused_by_name(llm):
     with pytest.raises(TypeError, match="'thinkin'; did you mean 'thinking'"):
         llm.chat(chat_of("a"), thinkin=True)

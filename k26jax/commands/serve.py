@@ -24,6 +24,19 @@ HOST, PORT = "127.0.0.1", 30000
 _NEEDED = ("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn")
 _GENERATION = ("temperature", "top_p", "top_k", "min_p")
 _RUNNING = 4
+# Flag, choices, default, help.
+_CHOICES = (
+    (
+        "--grammar-backend",
+        ["auto", "llguidance", "none"],
+        "auto",
+        "what holds answers to JSON schemas and forced calls of tools; its two programs are "
+        "compiled at the start. auto: llguidance if it is installed. none: such requests are "
+        "refused",
+    ),
+    ("--log-format", ["text", "json"], "text", "how events are written to standard error"),
+    ("--log-level", ["debug", "info", "warning"], "info", "lowest level that is written"),
+)
 
 
 def add(commands: Any) -> None:
@@ -69,10 +82,7 @@ def add(commands: Any) -> None:
         default="refuse",
         help="what is done with fields of a request that nobody knows (default: refuse)",
     )
-    for flag, choices, default, text in (
-        ("--log-format", ["text", "json"], "text", "how events are written to standard error"),
-        ("--log-level", ["debug", "info", "warning"], "info", "lowest level that is written"),
-    ):
+    for flag, choices, default, text in _CHOICES:
         group.add_argument(
             flag, choices=choices, default=default, help=f"{text} (default: {default})"
         )
@@ -107,6 +117,7 @@ def _add_keys(group: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns 0 after a signal, 1 if the engine failed."""
     require_packages()
+    require_backend(args.grammar_backend)
     config = EngineConfig(**served_options(args))
     keys = _api_keys(args)
     if not 0 <= args.port < 1 << 16:
@@ -129,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
         stall_seconds=args.stall_seconds,
         draft_trees=args.draft_trees,
         refuses_unknown=args.unknown_fields == "refuse",
+        shapes_answers=args.grammar_backend != "none",
         defaults=generation_defaults(folder),
     )
     logs.set_up(args.log_format, args.log_level)
@@ -165,6 +177,9 @@ def _loader(prepared: Prepared, startup: Startup, service: Service, url: str) ->
         llm = LLM.from_prepared(prepared, on_load=on_load, on_compile=on_compile)
         # Compiled later they would make every running answer wait.
         llm.engine.runner.warm_up_extras(on_compile)
+        is_there = importlib.util.find_spec("llguidance") is not None
+        if service.settings.shapes_answers and is_there and prepared.tokenizer is not None:
+            llm.engine.runner.warm_up_guided(on_compile)
         if service.settings.draft_trees:
             on_compile("traced_steps")
             llm.engine.runner.warm_up_traces()
@@ -186,6 +201,14 @@ def require_packages(what: str = "the server") -> None:
     if missing:
         raise ConfigError(
             f"{what} needs {', '.join(missing)}; install with: pip install 'k26jax[server]'"
+        )
+
+
+def require_backend(name: str) -> None:
+    """Raises ConfigError if a grammar backend that was asked for by name is not installed."""
+    if name not in ("auto", "none") and importlib.util.find_spec(name) is None:
+        raise ConfigError(
+            f"--grammar-backend {name} is not installed; install with: pip install 'k26jax[server]'"
         )
 
 

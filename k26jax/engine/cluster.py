@@ -68,10 +68,17 @@ class LeadingRunner(JoinedRunner):
         with self._told("warm_up_extras"):
             super().warm_up_extras(progress)
 
+    def warm_up_guided(self, progress: Callable[[str], None] | None = None) -> None:
+        """See `Runner`."""
+        with self._told("warm_up_guided"):
+            super().warm_up_guided(progress)
+
     def begin(self, slot: int, request: Request) -> None:
         """See `Runner`; programs are compiled before, by a call that may take long."""
         if request.has_extras and "extra_steps" not in self._compiled:
             self.warm_up_extras()
+        if request.params.structured_outputs is not None and "settle" not in self._compiled:
+            self.warm_up_guided()
         with self._told("begin", slot=slot, request=dataclasses.asdict(request)):
             super().begin(slot, request)
 
@@ -163,6 +170,7 @@ def _set_costs(runner: Runner, costs: dict[str, Any]) -> None:
 _CALLS: dict[str, Callable[..., Any]] = {
     "warm_up_traces": Runner.warm_up_traces,
     "warm_up_extras": Runner.warm_up_extras,
+    "warm_up_guided": Runner.warm_up_guided,
     "begin": _begin,
     "prefill_next": Runner.prefill_next,
     "flush": Runner.flush,

@@ -19,13 +19,7 @@ from k26jax.engine import arranging
 from k26jax.engine.compile_cache import keep_compiled_programs
 from k26jax.engine.memory import available_bytes, require_memory, tree_bytes
 from k26jax.engine.placement import Placement, place, places_of
-from k26jax.engine.request import (
-    Request,
-    SamplingParams,
-    make_request,
-    spellings,
-    token_ids_of,
-)
+from k26jax.engine.request import Request, SamplingParams, make_request, spellings, token_ids_of
 from k26jax.engine.step_costs import CostTable, read_costs
 from k26jax.errors import CapacityError, KernelError, TokenizerError
 from k26jax.model.drafter import Drafter
@@ -38,6 +32,7 @@ from k26jax.spec.auto_width import AutoWidth
 from k26jax.spec.pages import Caches
 from k26jax.spec.plan import Plan
 from k26jax.spec.state import Models, SpecState
+from k26jax.text.grammar import NO_GRAMMARS, Grammars
 from k26jax.text.tokenizer import Tokenizer, load_tokenizer
 
 DEFAULT_CONTEXT = 4096
@@ -54,6 +49,7 @@ class Prepared:
     context_length: tokens of one sequence.
     placement: how the models are spread over a mesh; None on one device.
     cluster: the processes of the run; None if this is the only one.
+    grammars: what shapes answers.
     prefix_pages: pages of the prefix cache; 0: there is none.
     costs: what steps cost, as far as it is known; None where all steps have as many rows.
     """
@@ -67,6 +63,7 @@ class Prepared:
     dtype: jnp.dtype
     placement: Placement | None = None
     cluster: Cluster | None = None
+    grammars: Grammars = NO_GRAMMARS
     prefix_pages: int = 0
     costs: CostTable | None = None
 
@@ -99,6 +96,8 @@ class Prepared:
 
         Raises: RequestError or TokenizerError if the prompt cannot be run.
         """
+        if params.structured_outputs is not None:
+            self.grammars.check(params.structured_outputs)
         return make_request(
             self.encode(prompt),
             params,
@@ -208,7 +207,8 @@ def prepare(config: EngineConfig) -> Prepared:
         draft_config = DraftConfig.from_folder(draft_folder)
         draft_config.check_target(model_config, str(draft_folder))
         drafter = abstract(lambda rngs: Drafter(draft_config, dtype=dtype, rngs=rngs))
-    eos_ids = model_config.eos_token_ids + (tokenizer.eos_ids if tokenizer else ())
+    named = model_config.eos_token_ids + (tokenizer.eos_ids if tokenizer else ())
+    eos_ids = tuple(dict.fromkeys(named))
     models = Models(abstract(lambda rngs: Target(model_config, dtype=dtype, rngs=rngs)), drafter)
     plan = _plan(config, drafter, kernels)
     prepared = Prepared(
@@ -216,11 +216,12 @@ def prepare(config: EngineConfig) -> Prepared:
         models=models,
         plan=plan,
         tokenizer=tokenizer,
-        eos_ids=tuple(dict.fromkeys(eos_ids)),
+        eos_ids=eos_ids,
         context_length=context_length,
         dtype=dtype,
         placement=place(make_mesh(_tp_size(config, cluster), config.ep_size), models),
         cluster=cluster,
+        grammars=Grammars(tokenizer, model_config.vocab_size, eos_ids),
         costs=_costs(config, plan, context_length),
     )
     return replace(prepared, prefix_pages=_prefix_pages(prepared))

@@ -17,6 +17,7 @@ from k26jax.config import (
 )
 from k26jax.errors import ContextLengthError, RequestError, nearest
 from k26jax.text.stop import check_stop
+from k26jax.text.structured import check_structure
 
 T = TypeVar("T", bound=type)
 
@@ -73,6 +74,10 @@ class SamplingParams:
     logit_bias: added to the logits, by token id (or its decimal digits).
     bad_words: words that are not written in the spellings that the tokenizer has for them, with
         and without a space before; other tokens that make the same text are not seen.
+    structured_outputs: the shape that the text must have, with one of json (a schema), json_object
+        (True), regex, choice (texts) or grammar (Lark or GBNF); needs llguidance. Further, "after"
+        or "at": the control token behind which, or with which, the shape begins. In a chat it
+        begins behind the thoughts.
     """
 
     n: int = 1
@@ -87,6 +92,7 @@ class SamplingParams:
     max_tokens: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: Mapping[str, Any] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = field(default=None, metadata={"unsupported": True})
     min_tokens: int = 0
@@ -106,6 +112,8 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} = {getattr(self, name)!r}, expected true or false")
+        check_structure(self.structured_outputs)
+        self._check_shape()
         _in_range("n", self.n, 1, 128)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_k", self.top_k, -1, 1 << 30)
@@ -144,6 +152,19 @@ class SamplingParams:
     def biases(self) -> dict[int, float]:
         """The biases by token id, whatever the ids were given as."""
         return {int(token): float(bias) for token, bias in (self.logit_bias or {}).items()}
+
+    def _check_shape(self) -> None:
+        """Raises RequestError for what could forbid all that a shape allows."""
+        given = {
+            "ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens,
+            "bad_words": self.bad_words,
+        }  # fmt: skip
+        for name, value in given.items():
+            if value and self.structured_outputs is not None:
+                raise RequestError(
+                    f"{name} does not go with structured_outputs: where only an end token or one "
+                    "word may come, nothing would be left; leave one of them out"
+                )
 
     @property
     def stop_strings(self) -> list[str]:

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.stages import Compiled
 
+from k26jax.engine.compile_options import compile_options
+from k26jax.engine.guiding import GUIDED, Guiding, guided_program
 from k26jax.engine.loading import Loaded
 from k26jax.engine.page_tree import PageTree
 from k26jax.engine.placement import places_of
@@ -27,16 +29,6 @@ from k26jax.spec.step import Steps, run_steps
 
 SHUT_DOWN = "this LLM was shut down; make a new one"
 _SMALL_CHUNK = 32
-
-
-# Left to itself XLA skips a rounding between operations it fuses, so a prefill that also gives the
-# drafter its features would leave other bits in the cache than one that does not.
-_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
-# On a GPU XLA picks its products by timing them, so two starts could pick two orders of a sum.
-_GPU_OPTIONS: dict[str, Any] = {
-    "xla_gpu_autotune_level": "0",
-    "xla_gpu_enable_triton_gemm": False,
-}
 
 
 class Runner:
@@ -62,6 +54,7 @@ class Runner:
         self._prefixes = PrefixCache(loaded, self._program) if loaded.prefix_pages else None
         self._cached: dict[int, int] = {}
         self._is_closed = False
+        self._guiding = Guiding(loaded.grammars, loaded.models.target.config.vocab_size)
 
     @property
     def programs(self) -> list[str]:
@@ -78,10 +71,7 @@ class Runner:
 
         Raises: CapacityError if state and programs do not fit in memory together.
         """
-        for name in self.programs:
-            if progress:
-                progress(name)
-            self._program(name)
+        self._compile_all(self.programs, progress)
         self.restore()
 
     def warm_up_traces(self, *, has_extras: bool = False) -> None:
@@ -93,10 +83,11 @@ class Runner:
 
         Without this they are compiled when the first such request comes.
         """
-        for name in ("extra_steps", "adjust"):
-            if progress:
-                progress(name)
-            self._program(name)
+        self._compile_all(("extra_steps", "adjust"), progress)
+
+    def warm_up_guided(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compiles the two programs of a step in which a request follows a grammar."""
+        self._compile_all(GUIDED, progress)
 
     def prefill(self, slot: int, request: Request) -> int:
         """Returns the first token of a request, whose prompt is now in `slot`."""
@@ -107,6 +98,9 @@ class Runner:
 
     def begin(self, slot: int, request: Request) -> None:
         """Notes the prompt that `prefill_next` puts into a slot; until its end the slot is idle."""
+        if request.params.structured_outputs is not None:
+            self.warm_up_guided()
+        self._guiding.begin(slot, request)
         self._prompts[slot] = self._chunks_not_kept(slot, request)
         if request.has_extras:
             self._with_extras.add(slot)
@@ -131,7 +125,9 @@ class Runner:
             self._first_log_probs[slot] = jax.device_get(out.log_probs)
         if self._prefixes is not None:
             self._prefixes.release(slot)
-        return int(np.asarray(out.first_token))
+        first_token = int(np.asarray(out.first_token))
+        self._guiding.advance(slot, [first_token])
+        return first_token
 
     def first_log_probs(self, slot: int) -> LogProbs:
         """Returns the log-probabilities of the first token of a slot whose request asks for them.
@@ -155,7 +151,15 @@ class Runner:
         return 0 if pages is None else pages.clear() * pages.page_tokens
 
     def run(self, limit: int, *, record_trees: bool = False) -> Steps:
-        """Returns what up to `limit` steps emitted, on the host; one dispatch."""
+        """Returns what up to `limit` steps emitted, on the host; one dispatch.
+
+        Where a slot follows a grammar it is one step, in two: the host makes the masks in between.
+        """
+        if self._guiding.is_needed:
+            self._state, steps = self._guiding.step(
+                self._program, self._loaded.params, self.state, record_trees=record_trees
+            )
+            return steps
         kind = ("traced_" if record_trees else "") + ("extra_" if self._with_extras else "")
         program = self._program(f"{kind}steps")
         self._state, steps = program(self._loaded.params, self._state, np.int32(limit))
@@ -164,6 +168,7 @@ class Runner:
     def release(self, slot: int) -> None:
         """Makes a slot idle; after `close` there is none."""
         self._prompts.pop(slot, None)
+        self._guiding.end(slot)
         self._with_extras.discard(slot)
         self._first_log_probs.pop(slot, None)
         self._cached.pop(slot, None)
@@ -187,6 +192,7 @@ class Runner:
     def reset(self) -> None:
         """Makes a state of idle slots in place of the one there is; no prefix is kept."""
         self._prompts.clear()
+        self._guiding.clear()
         self._with_extras.clear()
         self._first_log_probs.clear()
         self._cached.clear()
@@ -250,6 +256,12 @@ class Runner:
             self._prefixes.close()
         self._is_closed = True
 
+    def _compile_all(self, names: Sequence[str], progress: Callable[[str], None] | None) -> None:
+        for name in names:
+            if progress:
+                progress(name)
+            self._program(name)
+
     def _program(self, name: str) -> Callable[..., Any]:
         if self._is_closed:
             raise RequestError(SHUT_DOWN)
@@ -280,6 +292,10 @@ class Runner:
             places = None if self._loaded.placement is None else places_of(state)
             program = jax.jit(SMALL[name], donate_argnums=0, out_shardings=places)
             return program.lower(state, *self._small_arguments(name)).compile()
+        if name in GUIDED:
+            program, between = guided_program(name, self._loaded, self._models)
+            program = jax.jit(self._placed(program, 2), donate_argnums=2)
+            return program.lower(params, between, state).compile(compile_options())
         words = name.split("_")
         program = self._placed(self._steps_program("traced" in words, "extra" in words), 1)
         program = jax.jit(program, donate_argnums=1)
@@ -376,9 +392,5 @@ class Runner:
             is_last=host_array(request is not None and rest <= size, np.bool_),
             max_tokens=host_array(request.max_tokens if request else 0, np.int32),
             sampling=sampling_row(request),
+            allowed=host_array(self._guiding.first_mask(slot), np.uint32),
         )
-
-
-def compile_options() -> dict[str, Any]:
-    """Returns what XLA is told for every program that computes rows of the models."""
-    return _OPTIONS | (_GPU_OPTIONS if jax.default_backend() == "gpu" else {})

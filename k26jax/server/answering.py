@@ -14,13 +14,15 @@ from k26jax.server.choices import ChatChoice, Choice, TextChoice
 from k26jax.server.errors import api_error, invalid
 from k26jax.server.fields import CHAT, COMPLETION, HONOURED
 from k26jax.server.logprobs import TokenLogprobs
-from k26jax.server.protocol import ChatBody, CompletionBody
+from k26jax.server.protocol import Asked, ChatBody, CompletionBody
 from k26jax.server.settings import ServerSettings
 from k26jax.text.answer import ChatAnswer
 from k26jax.text.chat import ChatPrompt
 from k26jax.text.thinking import read_thinking
 from k26jax.text.tokenizer import replace_surrogates
 from k26jax.text.tools import check_tools, choose_tools
+
+_SHAPING = ("response_format", "structured_outputs", "tool_choice", "parallel_tool_calls")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,9 @@ def plan_chat(llm: LLM, body: ChatBody, settings: ServerSettings) -> Planned:
     _check_count(1, params, settings)
     try:
         prompt = chat_prompt(llm, body)
+        _check_structure(llm, body, params)
+        params = llm.shaped(prompt, params, body.tool_choice, body.parallel_tool_calls)
+        _check_backend(body, params, settings)
         requests = _requests(llm, prompt.token_ids, params)
     except K26Error as error:
         raise api_error(error, HONOURED[CHAT]) from error
@@ -76,11 +81,13 @@ def plan_completion(llm: LLM, body: CompletionBody, settings: ServerSettings) ->
     params = body.params(settings.defaults)
     prompts = body.prompts()
     _check_count(len(prompts), params, settings)
+    _check_backend(body, params, settings)
     requests: list[Request] = []
     choices: list[Choice] = []
     for prompt in prompts:
         try:
             ids = llm.encode(prompt)
+            _check_structure(llm, body, params)
             found = _requests(llm, ids, params)
         except K26Error as error:
             raise api_error(error, HONOURED[COMPLETION]) from error
@@ -138,6 +145,25 @@ def _told(llm: LLM, params: SamplingParams) -> TokenLogprobs | None:
         message = "logprobs are told by the tokens' text, and this model has no tokenizer"
         raise invalid(message, "unsupported_model", param="logprobs")
     return TokenLogprobs(tokenizer, params.logprobs)
+
+
+def _check_structure(llm: LLM, body: Asked, params: SamplingParams) -> None:
+    """Raises RequestError that names response_format, where a shape that it gives cannot be had."""
+    if params.structured_outputs is not None and body.response_format is not None:
+        llm.engine.loaded.grammars.check(params.structured_outputs, "response_format")
+
+
+def _check_backend(body: Asked, params: SamplingParams, settings: ServerSettings) -> None:
+    """Raises ApiError for an answer of a given shape where the server was told to have none."""
+    if params.structured_outputs is None or settings.shapes_answers:
+        return
+    given = (name for name in _SHAPING if getattr(body, name, None) is not None)
+    name = next(given, "structured_outputs")
+    raise invalid(
+        f"{name} takes constrained decoding, and this server runs with --grammar-backend none",
+        "unsupported_parameter",
+        param=name,
+    )
 
 
 def _check_count(prompts: int, params: SamplingParams, settings: ServerSettings) -> None:

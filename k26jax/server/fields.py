@@ -47,6 +47,8 @@ _SHARED = {
     "skip_special_tokens": "default true",
     "stream": "Server-sent events, one a decoding step and kind of text",
     "stream_options": "include_usage, continuous_usage_stats",
+    "response_format": "text, json_object, or json_schema, which holds whether strict or not",
+    "structured_outputs": "one of json, json_object, regex, choice, grammar; and after or at",
     "draft_trees": "a stream's trees, step by step; needs a server with --draft-trees",
 }
 _CHAT_ONLY = {
@@ -55,7 +57,8 @@ _CHAT_ONLY = {
     "logprobs": "true: of each token that is shown, by the target alone, before temperature",
     "top_logprobs": "0 to 20 of the most likely tokens beside each; with logprobs alone",
     "tools": "functions; calls are read from the answer",
-    "tool_choice": '"auto" or "none"; others would force a call and are refused',
+    "tool_choice": '"auto", "none", "required" (calls alone) or a named function (one call)',
+    "parallel_tool_calls": "false: one call at most",
     "thinking": '{"type": "enabled" or "disabled", "keep": "all" or null}',
     "chat_template_kwargs": "thinking, preserve_thinking, and what the template reads",
     "reasoning_effort": '"none" switches thinking off, others on',
@@ -70,14 +73,8 @@ IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
 )  # fmt: skip
-_CONSTRAINED = "constrained decoding is not there yet"
-_REFUSED_BOTH = {
-    "response_format": Refused(({"type": "text"},), _CONSTRAINED),
-}
 REFUSED = {
-    CHAT: _REFUSED_BOTH
-    | {
-        "parallel_tool_calls": Refused((True,), _CONSTRAINED),
+    CHAT: {
         "functions": Refused(([],), "send tools"),
         "function_call": Refused((), "send tool_choice"),
         "modalities": Refused((["text"],), "the server writes text alone"),
@@ -86,8 +83,7 @@ REFUSED = {
         "verbosity": Refused(("medium",), "the model has no such switch"),
         "web_search_options": Refused((), "the server does not search"),
     },
-    COMPLETION: _REFUSED_BOTH
-    | {
+    COMPLETION: {
         "best_of": Refused((1,), "sequences are not ranked; use n"),
         "suffix": Refused(("",), "the model does not fill in"),
     },

@@ -14,12 +14,14 @@ from k26jax.engine.request import SamplingParams
 from k26jax.errors import RequestError, nearest
 from k26jax.server.errors import ApiError, api_error, invalid
 from k26jax.server.fields import CHAT, COMPLETION, HONOURED, check_fields
+from k26jax.text.structured import response_structure
 
 Body = TypeVar("Body", bound="Asked")
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens", "max_tokens", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words",
+    "structured_outputs",
 )  # fmt: skip
 
 _OBJECT = "a dictionary or instance of StreamOptions"
@@ -58,6 +60,8 @@ class Asked(BaseModel):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: Any = None
+    structured_outputs: Any = None
     draft_trees: bool | None = None
 
     def limit(self) -> int | None:
@@ -79,9 +83,13 @@ class Asked(BaseModel):
         if given.get("max_tokens") == 0:
             raise invalid("max_tokens = 0 asks for no token; send at least 1", param="max_tokens")
         try:
+            if (shape := response_structure(self.response_format)) is not None:
+                if self.structured_outputs is not None:
+                    raise RequestError("response_format and structured_outputs both say the shape")
+                given["structured_outputs"] = shape
             return SamplingParams(**(dict(defaults) | given))
         except RequestError as error:
-            raise api_error(error, [*_SAMPLING, "logprobs"]) from error
+            raise api_error(error, (*_SAMPLING, "logprobs", "response_format")) from error
 
 
 class ChatBody(Asked):
@@ -93,6 +101,7 @@ class ChatBody(Asked):
     top_logprobs: int | None = None
     tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     thinking: Any = None
     chat_template_kwargs: Any = None
     reasoning_effort: Any = None

@@ -23,6 +23,7 @@ class ServerSettings:
     keepalive_seconds: a stream that is silent for so long gets a comment line.
     draft_trees: whether requests may ask for their draft trees.
     refuses_unknown: whether unknown fields are refused, or named in a header and ignored.
+    shapes_answers: whether answers may be asked to follow a grammar.
     defaults: sampling parameters of requests that bring none.
     """
 
@@ -36,6 +37,7 @@ class ServerSettings:
     keepalive_seconds: float = 5.0
     draft_trees: bool = False
     refuses_unknown: bool = True
+    shapes_answers: bool = True
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -336,4 +336,4 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 # Calls that compile, which may take minutes and differs from host to host.
-UNTIMED = ("warm_up_traces", "warm_up_extras", "logits")
+UNTIMED = ("warm_up_traces", "warm_up_extras", "warm_up_guided", "logits")

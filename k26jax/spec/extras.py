@@ -6,11 +6,12 @@ A step's program has extras or has not (`Plan.has_extras`); a prefill always has
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from k26jax.spec.accept import Accepted
 from k26jax.spec.adjust import Adjustments, adjust, lineage
 from k26jax.spec.log_probs import LogProbs, log_probs_of
+from k26jax.spec.masks import mask_logits
 from k26jax.spec.plan import Plan
 from k26jax.spec.sampling import choose
 from k26jax.spec.state import Sampling, SpecState
@@ -69,6 +70,7 @@ def choose_first(
     is_last: Bool[Array, ""],
     sampling: Sampling,
     adjustments: Adjustments,
+    allowed: UInt32[Array, "bits"] | None = None,
 ) -> tuple[Int32[Array, ""], LogProbs, Adjustments]:
     """Returns the token after a prompt, its log-probabilities, and the adjustments that count it.
 
@@ -77,11 +79,14 @@ def choose_first(
       is_last: whether the prompt is whole; if not, the token is none.
       sampling: of the request, one row.
       adjustments: of all slots; the request's own are set already.
+      allowed: the tokens that it may be, as `mask_logits` takes them; None: all.
     """
     rows, zero = logits[None, None], jnp.zeros((1, 1), jnp.int32)
     path = jnp.zeros((1, 1, 0), jnp.int32)
     own = adjustments.of(slot)
     adjusted = adjust(rows, own, sampling.stop_ids, path, zero, position[None, None])
+    if allowed is not None:
+        adjusted = mask_logits(adjusted, allowed[None, None])
     token = choose(adjusted, position[None] - 1, zero, sampling, 0)
     log_probs = log_probs_of(rows, zero, token, sampling.tells_log_probs & is_last)
     counted = adjustments.emitted(slot[None], token, is_last[None].astype(jnp.int32))

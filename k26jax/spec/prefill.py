@@ -32,6 +32,7 @@ class Chunk:
     is_last: whether the prompt ends here and the first token is chosen.
     max_tokens: tokens the request may emit.
     sampling: the request's settings, one row.
+    allowed: the tokens that the first one may be, as `mask_logits` takes them; None: all.
     """
 
     token_ids: Int32[Array, "t"]
@@ -41,6 +42,7 @@ class Chunk:
     is_last: Bool[Array, ""]
     max_tokens: Int32[Array, ""]
     sampling: Sampling
+    allowed: UInt32[Array, "bits"] | None = None
 
 
 class Prefilled(NamedTuple):
@@ -82,7 +84,13 @@ def prefill(
     last_logits = logits[last_row] if all_logits else logits[0]
     position = chunk.start + chunk.count
     first_token, log_probs, adjustments = choose_first(
-        last_logits, position, chunk.slot, chunk.is_last, chunk.sampling, state.adjustments
+        last_logits,
+        position,
+        chunk.slot,
+        chunk.is_last,
+        chunk.sampling,
+        state.adjustments,
+        chunk.allowed,
     )
     _, stopped = cut_at_stop(first_token[None, None], jnp.ones(1, int), chunk.sampling.stop_ids)
     remaining = jnp.where(chunk.is_last & ~stopped[0], chunk.max_tokens - 1, 0)

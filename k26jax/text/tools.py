@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from k26jax.errors import RequestError
+from k26jax.errors import RequestError, nearest
 from k26jax.text.tokenizer import replace_surrogates
 from k26jax.text.tool_ids import names_of
 
@@ -53,20 +53,38 @@ def choose_tools(tools: list[Tool], choice: Any) -> list[Tool]:
 
     Args:
         choice: the request's tool_choice. "none": no tools; nothing in the answer is a call then.
-            "auto" or null: all.
-
-    Raises: RequestError for anything that would force a call, which takes constrained decoding.
+            Anything else: all.
     """
-    if choice in (None, "auto"):
-        return tools
-    if choice == "none":
+    return [] if choice == "none" else tools
+
+
+def forced_tools(tools: list[Tool], choice: Any) -> list[Tool]:
+    """Returns the tools of which the answer must call one; none where it is free.
+
+    Args:
+        choice: "required": any; {"type": "function", "function": {"name": ...}}: the named one.
+
+    Raises: RequestError for a choice without its tool, and for one of another kind.
+    """
+    if choice in (None, "auto", "none"):
         return []
-    if choice == "required" or isinstance(choice, Mapping):
+    if choice == "required":
+        if not tools:
+            raise RequestError('tool_choice is "required", but there are no tools; send some')
+        return tools
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    if not isinstance(function, Mapping) or choice.get("type") != "function":
         raise RequestError(
-            f"tool_choice {choice!r:.80} forces a call, which needs constrained decoding and is "
-            'not supported; use "auto" or "none"'
+            f'tool_choice is {choice!r:.80}, expected "auto", "none", "required" or '
+            '{"type": "function", "function": {"name": ...}}'
         )
-    raise RequestError(f'tool_choice is {choice!r:.80}, expected "auto" or "none"')
+    name, names = function.get("name"), names_of(tools)
+    if name not in names:
+        raise RequestError(
+            f"tool_choice names {name!r:.80}, which tools does not declare"
+            f"{nearest(str(name)[:80], names)}"
+        )
+    return [tools[names.index(name)]]
 
 
 def tool_for(arguments: str, tools: Sequence[Tool]) -> str | None:

@@ -43,6 +43,35 @@ def generated(**options) -> dict[str, list[list[int]]]:
         }
 
 
+SHAPES = [
+    {"json": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 4}},
+    {"regex": "[a-z_]+ = [0-9]{3}"},
+    None,
+]
+
+
+def shaped(**options) -> list[list[int]]:
+    """The tokens of answers of given shapes, beside free ones."""
+    with LLM(**PAIR, **options) as llm:
+        return [
+            output.outputs[0].token_ids
+            for output in llm.generate(
+                ["x = ", "def main():\n"] * 6,
+                [
+                    SamplingParams(max_tokens=96, structured_outputs=shape, **law)
+                    for shape in SHAPES
+                    for law in LAWS.values()
+                    for _ in range(2)
+                ],
+                raise_on_error=True,
+            )
+        ]
+
+
+def test_answers_of_a_shape_are_those_of_plain_decoding():
+    assert shaped(speculative_ddtree_budget=16) == shaped(speculative_algorithm="NONE")
+
+
 def cached(**options) -> list[np.ndarray]:
     """The cache rows of one prompt, of several chunks."""
     prompt = [int(token) for token in np.random.default_rng(0).integers(1, 2000, 300)]

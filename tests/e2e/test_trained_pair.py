@@ -87,6 +87,33 @@ def test_seeded_sampling_gives_the_same_text_too(plain, ddtree, prompts):
 
 
 @pytest.mark.slow
+def test_answers_of_a_shape_are_those_of_plain_decoding(plain, ddtree, prompts):
+    """Greedy and seeded, schemas and patterns, beside one that is free."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "kind": {"enum": ["cat", "dog"]},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 9}, "maxItems": 3},
+        },
+        "required": ["name", "kind", "tags"],
+        "additionalProperties": False,
+    }
+    shapes = [{"json": schema}, {"regex": "[a-z]+ = [0-9]{3}"}, None]
+    params = [
+        SamplingParams(temperature=hot, seed=5, max_tokens=200, structured_outputs=shape)
+        for shape in shapes
+        for hot in (0.0, 0.8)
+    ]
+    found = [llm.generate(prompts[:6], params, raise_on_error=True) for llm in (plain, ddtree)]
+    tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in found]
+    assert tokens[0] == tokens[1]
+    for output in found[1][:2]:
+        assert json.loads(output.outputs[0].text)["kind"] in ("cat", "dog")
+    assert max(output.metrics.accept_length for output in found[1][:4]) > 1.2
+
+
+@pytest.mark.slow
 def test_streamed_text_is_the_generated_text(ddtree, prompts):
     params = SamplingParams(temperature=0, max_tokens=60, stop=["\n\n"])
     output = ddtree.generate(prompts[3], params)[0].outputs[0]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 import pytest
 from fixtures.paths import REPOSITORY
 from scripted import NAME, served
@@ -17,7 +21,8 @@ PROMPTS = ["import os\n" * 20, "class Node:\n", "def main():\n", "for i in range
 GREEDY = {"temperature": 0, "max_tokens": 24}
 MESSAGES = [{"role": "user", "content": "Write a sort."}]
 BEYOND_OPENAI = ("repetition_penalty", "bad_words", "min_tokens")
-TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+EMPTY = {"type": "object", "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "search", "parameters": EMPTY}}
 
 
 @pytest.fixture(scope="module")
@@ -251,15 +256,75 @@ def test_tools_and_stop(client, alone):
         model=NAME, messages=MESSAGES, tools=[TOOL], tool_choice="none", **GREEDY
     )
     assert found.choices[0].message.tool_calls is None
-    with pytest.raises(openai.BadRequestError, match="constrained decoding") as caught:
+    with pytest.raises(openai.BadRequestError, match="there are no tools") as caught:
         client.chat.completions.create(
-            model=NAME, messages=MESSAGES, tools=[TOOL], tool_choice="required", **GREEDY
+            model=NAME, messages=MESSAGES, tool_choice="required", **GREEDY
         )
     assert (caught.value.param, caught.value.code) == ("tool_choice", "invalid_value")
     text = alone["greedy"][0]
     stop = text[10:14]
     found = client.completions.create(model=NAME, prompt=PROMPTS[0], stop=[stop], **GREEDY)
     assert found.choices[0].text == text[: text.index(stop)]
+    assert found.choices[0].finish_reason == "stop"
+
+
+class Pet(pydantic.BaseModel):
+    """What the client makes a schema of."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    name: str = pydantic.Field(max_length=8)
+    kind: Literal["cat", "dog"]
+    ages: list[Annotated[int, pydantic.Field(ge=0, le=99)]] = pydantic.Field(max_length=3)
+
+
+def test_schemas_and_forced_calls(client, alone):
+    """Greedy and sampled, streamed and not, beside an answer that is free."""
+    instant = {"chat_template_kwargs": {"thinking": False}}
+    shared = {"model": NAME, "messages": MESSAGES, "max_tokens": 250, "extra_body": instant}
+    tool = {"type": "function", "function": {"name": "f", "parameters": Pet.model_json_schema()}}
+
+    def parsed(temperature):
+        found = client.chat.completions.parse(
+            response_format=Pet, temperature=temperature, seed=4, **shared
+        )
+        assert found.choices[0].finish_reason == "stop"
+        assert found.choices[0].message.parsed.kind in ("cat", "dog")
+
+    def called(choice):
+        chunks = client.chat.completions.create(
+            tools=[TOOL, tool], tool_choice=choice, parallel_tool_calls=False, stream=True,
+            temperature=0.7, seed=1, **shared,
+        )  # fmt: skip
+        choices = [chunk.choices[0] for chunk in chunks]
+        calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+        assert choices[-1].finish_reason == "tool_calls"
+        assert not any(choice.delta.content for choice in choices)
+        assert {call.index for call in calls} == {0}
+        name = calls[0].function.name
+        assert calls[0].id == f"functions.{name}:0"
+        arguments = "".join(call.function.arguments for call in calls)
+        assert Pet.model_validate_json(arguments) if name == "f" else json.loads(arguments) == {}
+        return name
+
+    def free():
+        found = client.completions.create(model=NAME, prompt=PROMPTS[1], **GREEDY)
+        assert found.choices[0].text == alone["greedy"][1]
+
+    named = {"type": "function", "function": {"name": "f"}}
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(parsed, t) for t in (0, 0.9)] + [pool.submit(free) for _ in range(2)]
+        assert pool.submit(called, named).result() == "f"
+        assert pool.submit(called, "required").result() in ("f", "search")
+        for job in jobs:
+            job.result()
+    found = client.completions.create(
+        model=NAME,
+        prompt="x = ",
+        max_tokens=20,
+        extra_body={"structured_outputs": {"regex": "[0-9]{3}"}},
+    )
+    assert re.fullmatch("[0-9]{3}", found.choices[0].text)
     assert found.choices[0].finish_reason == "stop"
 
 
@@ -275,9 +340,10 @@ def test_errors_are_the_client_s_own(server, client):
     with pytest.raises(openai.BadRequestError, match="600") as caught:
         ask(max_tokens=600)
     assert caught.value.code == "context_length_exceeded"
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
-    with pytest.raises(openai.BadRequestError, match="response_format"):
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objct"}}}
+    with pytest.raises(openai.BadRequestError, match="response_format: Invalid type") as caught:
         client.chat.completions.create(model=NAME, messages=MESSAGES, response_format=schema)
+    assert (caught.value.param, caught.value.code) == ("response_format", "invalid_value")
     with (
         openai.OpenAI(base_url=server.url + "/v1", api_key="no", max_retries=0) as other,
         pytest.raises(openai.AuthenticationError),

@@ -33,6 +33,15 @@ def error_of(answer, status: int = 400) -> dict:
     return body["error"]
 
 
+def schema(content: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": content}}
+
+
+TOOL = {"type": "function", "function": {"name": "search"}}
+BAD_TOOL = {"type": "function", "function": {"name": "b", "parameters": {"type": "objct"}}}
+NAMED = {"type": "function", "function": {"name": "serch"}}
+
+
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
@@ -62,8 +71,29 @@ def error_of(answer, status: int = 400) -> dict:
         ),
         ({"tools": {}}, "tools", "expected a list"),
         ({"tools": [{"type": "x"}]}, "tools[0]", "only the type function"),
-        ({"tool_choice": "required"}, "tool_choice", "constrained decoding"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice", "constrained decoding"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "expected"),
+        ({"tool_choice": "any"}, "tool_choice", '"required"'),
+        ({"tools": [TOOL], "tool_choice": NAMED}, "tool_choice", "did you mean 'search'"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
+        ({"response_format": schema({"type": "objct"})}, "response_format", "objct"),
+        ({"response_format": schema({"not": {}})}, "response_format", '["not"]'),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "response_format",
+            "both",
+        ),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "one"),
+        ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "did you mean 'regex'"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "end token"),
+        (
+            {"tools": [TOOL, BAD_TOOL], "tool_choice": "required"},
+            "tools[1].function.parameters",
+            "objct",
+        ),
         ({"thinking": True}, "thinking", "enabled"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "expected one of"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
@@ -76,6 +106,21 @@ def test_129_bad_values_name_their_field(server, body, param, message):
         assert error["type"] == "invalid_request_error"
         assert error["param"] == param, error
         assert message in error["message"]
+
+
+def test_a_server_without_grammars_refuses_shapes_by_name():
+    with scripted(lambda request: [], shapes_answers=False) as server:
+        for body in (
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": {"regex": "a"}},
+            {"tool_choice": "required", "tools": [TOOL]},
+            {"parallel_tool_calls": False, "tools": [TOOL]},
+        ):
+            error = error_of(server.chat(**body))
+            assert (error["param"], error["code"]) == (next(iter(body)), "unsupported_parameter")
+            assert "--grammar-backend none" in error["message"]
+        error = error_of(server.complete(response_format={"type": "json_object"}))
+        assert error["param"] == "response_format"
 
 
 def test_options_of_a_stream_without_one(server):

@@ -28,7 +28,8 @@ from k26jax.server.run import PortError, bind, serve, url_of
 from k26jax.server.service import Service
 from k26jax.server.settings import ServerSettings
 
-PLAIN = ("--speculative-algorithm", "NONE")  # less to compile
+# Less to compile.
+PLAIN = ("--speculative-algorithm", "NONE", "--grammar-backend", "none")
 TARGET = REPOSITORY / "checkpoints" / "k26-tiny"
 
 

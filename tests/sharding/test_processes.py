@@ -15,7 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fixtures.paths import REPOSITORY
+from fixtures.small_pair import letter_ids, write_tokenizer
 from folders import write_shared_pair
+
+from k26jax.config import ModelConfig
 
 WORKER = Path(__file__).parent / "process_worker.py"
 TIMEOUT = 5  # seconds of silence that end a run here
@@ -148,6 +151,23 @@ def test_two_processes_give_the_tokens_of_one(start, expected):
     _check_same(run, expected)
     assert json.loads(run.text(0).splitlines()[-1])["cached"] == [0, 0, 0, 32]
     assert expected["cached"] == [0] * 4
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_answers_of_a_shape_of_one(start, options):
+    """Each process makes the masks itself; nothing of them travels."""
+    config = ModelConfig.from_folder(Path(options["model_path"]))
+    letters = letter_ids(config)
+    write_tokenizer(Path(options["model_path"]), letters, config.eos_token_ids)
+    half = "".join(letters)[::2]
+    asks = [
+        {**ASKS[0], "ignore_eos": False, "structured_outputs": {"regex": f"[{half}]{{9}}"}},
+        {**ASKS[2], "structured_outputs": {"choice": [half[:4], half[3:9]]}},
+        ASKS[1],
+    ]
+    command = [sys.executable, WORKER, json.dumps(options), json.dumps(asks)]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=300)
+    _check_same(start(2, asks), json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from conversations import SEARCH, TOOLS, tool
 
 from k26jax.errors import RequestError
 from k26jax.text.messages import check_messages, count_calls
-from k26jax.text.tools import check_tools, choose_tools, tool_for
+from k26jax.text.tools import check_tools, choose_tools, forced_tools, tool_for
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -206,15 +206,22 @@ def test_a_schema_too_deep_is_refused():
         check_tools([tool("a", {"p": schema})])
 
 
-def test_bug_11_tool_choice_none_declares_nothing_and_forcing_is_refused():
+def test_bug_11_tool_choice_none_declares_nothing_and_a_forced_one_is_declared():
     assert choose_tools(TOOLS, None) == choose_tools(TOOLS, "auto") == TOOLS
     assert choose_tools(TOOLS, "none") == []
     named = {"type": "function", "function": {"name": "search"}}
-    for forced in ("required", named):
-        with pytest.raises(RequestError, match="needs constrained decoding"):
-            choose_tools(TOOLS, forced)
-    with pytest.raises(RequestError, match="tool_choice is 'all', expected"):
-        choose_tools(TOOLS, "all")
+    assert choose_tools(TOOLS, named) == choose_tools(TOOLS, "required") == TOOLS
+    assert [tool["function"]["name"] for tool in forced_tools(TOOLS, named)] == ["search"]
+    assert forced_tools(TOOLS, "required") == TOOLS
+    assert forced_tools(TOOLS, "auto") == forced_tools(TOOLS, None) == []
+    for tools, choice, message in (
+        ([], "required", "there are no tools"),
+        (TOOLS, "all", "tool_choice is 'all', expected"),
+        (TOOLS, {"type": "function"}, "expected"),
+        (TOOLS, {"type": "function", "function": {"name": "serch"}}, "did you mean 'search'"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            forced_tools(tools, choice)
 
 
 @pytest.mark.parametrize(
