@@ -265,13 +265,17 @@ def prompt_chunk(n_layers: int, tokens: int = 1024, capacity: int = 4096) -> Can
     state = jax.eval_shape(
         lambda: SpecState.empty(config, None, slots=1, capacity=capacity, dtype=BF16)
     )
-    number = jax.ShapeDtypeStruct((), I32)
+
+    def of(*shape: int, dtype: Any = I32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    number = of()
     chunk = Chunk(
-        token_ids=jax.ShapeDtypeStruct((tokens,), I32),
+        token_ids=of(tokens),
         count=number,
         start=number,
         slot=number,
-        is_last=jax.ShapeDtypeStruct((), jnp.bool_),
+        is_last=of(dtype=jnp.bool_),
         max_tokens=number,
         sampling=state.sampling,
     )

@@ -165,6 +165,7 @@ def measure(runner: Runner, loaded: Prepared) -> CostTable:
         )
         contexts = float(length), float(far)
         rows = [near, near + np.maximum(long - short, 0)]
+    runner.flush()  # where pages are short, they hold random prompts now
     milliseconds = tuple(tuple((1e3 * row).tolist()) for row in rows)
     return CostTable(unknown.widths, contexts, milliseconds)
 

@@ -143,6 +143,9 @@ class _Clock:
     def release(self, slot):
         pass
 
+    def flush(self):
+        self.is_flushed = True
+
     def run(self, limit):
         self.now += 8 * (self.seconds[self.choice] + 1e-6 * self.length * (1 + self.choice))
         return type("Steps", (), {"n_run": np.int32(8)})
@@ -154,6 +157,7 @@ def test_far_contexts_have_a_point_of_their_own(small_pair, monkeypatch):
     clock = _Clock([1e-3, 2e-3, 3e-3])
     monkeypatch.setattr(step_costs.time, "perf_counter", lambda: clock.now)
     near = step_costs.measure(clock, prepared)
+    assert clock.is_flushed
     assert near.contexts == (16.0,)
     assert near.milliseconds[0] == pytest.approx([1.016, 2.032, 3.048])
     disturbed = _Clock([1e-3, 9e-3, 3e-3])

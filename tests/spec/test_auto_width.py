@@ -43,11 +43,11 @@ def auto_of(*milliseconds: float) -> AutoWidth:
 
 
 @functools.cache
-def compiled():
+def compiled(plan=PLAN):
     """The program of 64 steps, whose state is donated, and the state's shapes."""
     state = replace(programs().empty_state(), auto=auto_of(1, 1, 1, 1))
     program = quick_jit(
-        lambda params, state: run_steps(programs().models(params), state, PLAN, 64),
+        lambda params, state: run_steps(programs().models(params), state, plan, 64),
         donate_argnums=1,
     )
     return program.lower(programs().random_params(0), state).compile(), state
@@ -86,6 +86,38 @@ def test_costs_decide_the_rows_and_never_the_tokens(milliseconds, rows):
     assert tokens == plain()
     assert set(chosen) <= rows
     assert len(rows) > 1 or set(chosen) == rows
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "rows"),
+    [
+        ((NEVER, 1, NEVER, NEVER), {1}),
+        ((NEVER, NEVER, 1, NEVER), {4}),
+        ((NEVER, NEVER, NEVER, 1), {16}),
+    ],
+    ids=["1", "4", "16"],
+)
+def test_penalties_and_log_probabilities_do_not_depend_on_the_rows(milliseconds, rows):
+    params, plan = programs().random_params(1), PLAN.with_extras()
+    extras = {"frequency_penalty": 1.5, "repetition_penalty": 1.2, "min_tokens": 5, "logprobs": 0}
+    asks = [ask and replace(ask, extras=extras, bad_words=((3, 1), (2,))) for ask in ASKS]
+    state, _ = programs().admit(params, asks)
+    state = replace(state, auto=auto_of(*milliseconds))
+    found = jax.device_get(compiled(plan)[0](params, state)[1])
+    assert set(found.rows[: found.n_run].tolist()) == rows
+    one = programs().run(params, asks, Plan.plain().with_extras())[2]
+    for slot in (0, 2):
+        many, alone = _emitted(found, slot), _emitted(one, slot)
+        assert many[0].tolist() == alone[0].tolist()
+        assert 2 not in many[0]
+        for x, y in zip(many[1:], alone[1:], strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+def _emitted(steps, slot) -> list[np.ndarray]:
+    """A slot's tokens, and what is told of them."""
+    is_new = np.arange(steps.tokens.shape[2]) < steps.emitted_len[:, slot, None]
+    return [x[:, slot][is_new] for x in (steps.tokens, *steps.log_probs)]
 
 
 def test_where_drafts_do_not_pay_they_are_tried_now_and_then():
