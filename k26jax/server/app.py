@@ -21,6 +21,7 @@ from k26jax.server.errors import api_error, invalid
 from k26jax.server.fields import CHAT, COMPLETION, HONOURED, IGNORED, REFUSED
 from k26jax.server.metrics import CONTENT_TYPE
 from k26jax.server.middleware import Door, read_body
+from k26jax.server.openapi import describe
 from k26jax.server.page import PAGE_PATHS, page
 from k26jax.server.protocol import ChatBody, CompletionBody, parse_json, read_model
 from k26jax.server.service import Service
@@ -51,6 +52,16 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     model: str | None = None
     tokens: list[int]
+
+
+_KINDS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+_BODIES = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+    "/abort_request": AbortBody,
+}
 
 
 class Routes:
@@ -177,13 +188,6 @@ def create_app(service: Service) -> Door:
         title="k26jax", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     routes = Routes(service)
-    schemas = {
-        routes.chat: ChatBody,
-        routes.completion: CompletionBody,
-        routes.tokenize: TokenizeBody,
-        routes.detokenize: DetokenizeBody,
-        routes.abort: AbortBody,
-    }
     for path, method, handler in (
         ("/v1/chat/completions", "POST", routes.chat),
         ("/v1/completions", "POST", routes.completion),
@@ -199,22 +203,14 @@ def create_app(service: Service) -> Door:
         ("/abort_request", "POST", routes.abort),
         ("/flush_cache", "POST", routes.flush),
     ):
-        schema = schemas.get(handler)
-        extra = None if schema is None else _body_schema(schema)
-        app.add_api_route(
-            path, handler, methods=[method], response_class=JSONResponse, openapi_extra=extra
-        )
+        app.add_api_route(path, handler, methods=[method], response_class=JSONResponse)
     for path in PAGE_PATHS:
         app.add_api_route(path, page, methods=["GET"], include_in_schema=False)
     # What these raise goes up to the door, where every error is answered.
     for kind in (HTTPException, Exception):
         app.add_exception_handler(kind, _raise)
+    describe(app, _BODIES, _KINDS)
     return Door(app, service)
-
-
-def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    schema = model.model_json_schema()
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
 
 
 async def _raise(request: Request, error: Exception) -> Response:

@@ -222,10 +222,12 @@ def read_model(model: type[Body] | type[BaseModel], data: dict[str, Any]) -> Any
 
 def _validation_error(model: type[BaseModel], error: ValidationError) -> ApiError:
     details: ErrorDetails = error.errors(include_url=False, include_input=False)[0]
-    path = [part for part in details["loc"] if isinstance(part, int) or part.islower()]
+    is_unknown = details["type"] == "extra_forbidden"
+    # Of an unknown field all is a name that the client chose; else types of unions are in between.
+    path = [p for p in details["loc"] if is_unknown or isinstance(p, int) or p.islower()]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:80]
-    if details["type"] == "extra_forbidden":
-        known = list(StreamOptions.model_fields if "." in name else model.model_fields)
+    if is_unknown:
+        known = list(StreamOptions.model_fields if len(path) > 1 else model.model_fields)
         hint = nearest(str(path[-1])[:80], known)
         return invalid(f"field {name!r} is unknown{hint}", "unsupported_parameter", param=name)
     # The branches of a union are named after types, which clients need not see.
@@ -235,7 +237,8 @@ def _validation_error(model: type[BaseModel], error: ValidationError) -> ApiErro
         return invalid(f"{root} is of the wrong type, expected {_shown(annotation)}", param=root)
     message = details["msg"].replace("Input should be", "should be").replace("a valid i", "an i")
     message = message.replace("valid ", "").replace(_OBJECT, "an object")
-    return invalid(f"{name} {message}", param=name)
+    # A name that is no text, as one with half a surrogate pair, cannot be told.
+    return invalid(f"{name} {message}".lstrip(), param=name or None)
 
 
 def _shown(annotation: Any) -> str:
