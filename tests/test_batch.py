@@ -164,10 +164,10 @@ def test_lines_are_read_when_there_is_a_place_and_answered_at_once(service, llm,
 
 @pytest.mark.parametrize("answered", [0, 4])
 @pytest.mark.parametrize("error", [OSError, RuntimeError])
-def test_a_run_that_was_cut_goes_on_to_the_same_answers(
+def test_127_a_run_that_was_cut_goes_on_to_the_same_answers(
     service, rows, whole, tmp_path, monkeypatch, answered, error
 ):
-    """Bug log 127: the disk is full, or a fault; half a line more is in the file then."""
+    """The disk is full, or a fault; half a line more is in the file then."""
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(b"".join(lines_of(rows)))
     written = []
@@ -195,7 +195,7 @@ def test_a_run_that_was_cut_goes_on_to_the_same_answers(
     assert answers_of(records) == whole
 
 
-def test_ctrl_c_finishes_what_is_under_way_and_a_second_one_ends_it(service, llm, rows, whole):
+def test_127_ctrl_c_finishes_what_is_under_way_and_a_second_one_ends_it(service, llm, rows, whole):
     """The signals come while the first line is written, so that others are under way."""
     written: list[dict] = []
 
@@ -264,7 +264,7 @@ def test_lines_the_model_cannot_run_are_answered_and_tried_again(
     assert said(records["long"]) == whole["long"]
 
 
-def test_a_fault_of_the_server_costs_one_line(service, rows, monkeypatch, capsys):
+def test_127_a_fault_of_the_server_costs_one_line(service, rows, monkeypatch, capsys):
     real, written = batch.ask, []
 
     async def faulty(service, kind, body, **rest):
@@ -280,7 +280,7 @@ def test_a_fault_of_the_server_costs_one_line(service, rows, monkeypatch, capsys
     assert "secret" not in json.dumps(record)
 
 
-def test_an_engine_that_fails_ends_the_batch(service, llm, rows):
+def test_127_an_engine_that_fails_ends_the_batch(service, llm, rows):
     """It fails because the slots are another service's."""
     other, written = Service(settings_for(("small",), 2, DEFAULTS)), []
     other.open(llm)

@@ -34,8 +34,8 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_each_bad_line_is_answered_by_number_and_the_others_are_read(end):
-    """Bug log 126 and 139; good lines stand first, in the middle and last, without an end."""
+def test_126_139_each_bad_line_is_answered_by_number_and_the_others_are_read(end):
+    """Good lines stand first, in the middle and last, without an end."""
     good = [
         b'\xef\xbb\xbf{"custom_id": "a", "prompt": "x", "max_tokens": 3}',
         b"",
@@ -61,7 +61,7 @@ def test_each_bad_line_is_answered_by_number_and_the_others_are_read(end):
     assert errors[0].custom_id is None
 
 
-def test_a_line_that_is_too_long_is_passed_over_in_pieces(tmp_path, monkeypatch):
+def test_126_a_line_that_is_too_long_is_passed_over_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(batch_files, "MAX_LINE_BYTES", 50)
     short = encode({"custom_id": "a", "prompt": "x"})
     path, sizes = tmp_path / "in", []

@@ -38,7 +38,7 @@ def flags_of(command: str) -> dict[str, argparse.Action]:
     return {flag: action for action in actions for flag in action.option_strings}
 
 
-def test_help_and_version_import_no_jax():
+def test_145_help_and_version_import_no_jax():
     code = (
         "import sys, k26jax.cli as c\n"
         "assert [c.main(a) for a in (['generate', '--help'], ['--version'], ['x'])] == [0, 0, 2]\n"
@@ -88,7 +88,7 @@ def test_every_option_is_a_flag_with_help_and_default():
         ([], "COMMAND"),
     ],
 )
-def test_wrong_usage_exits_with_2_and_names_the_thing(argv, words, capsys):
+def test_145_wrong_usage_exits_with_2_and_names_the_thing(argv, words, capsys):
     assert main(argv) == 2
     out, err = capsys.readouterr()
     assert words in err
@@ -154,7 +154,7 @@ def test_a_prompt_that_is_not_utf8_is_refused_wherever_it_comes_from(tmp_path, c
         assert f"prompt from {name} is not UTF-8 text" in capsys.readouterr().err
 
 
-def test_a_size_that_does_not_fit_exits_with_4(small_pair, capsys, monkeypatch):
+def test_133_a_size_that_does_not_fit_exits_with_4(small_pair, capsys, monkeypatch):
     flags = [*small_pair.flags, "--max-running-requests", "4096"]
     monkeypatch.setattr("k26jax.engine.memory.available_bytes", lambda *_: 1 << 20)
     assert main(["generate", "a", *flags]) == 4
@@ -327,3 +327,19 @@ def test_other_tokens_than_plain_decodings_exit_with_1(capsys):
     llm.plain = Fake([1, 2, 3])
     assert generate._compare(llm, "x", SamplingParams(), output([1, 2, 3]))[0] is True
     assert "speed over plain decoding: 1.00 times" in capsys.readouterr().err
+
+
+def test_145_every_flag_of_every_command_has_help_with_its_default():
+    for command in ("generate", "serve", "batch", "convert", "verify", "inspect", "plan", "doctor"):
+        for flag, action in flags_of(command).items():
+            assert action.help, (command, flag)
+            plain = (None, False, argparse.SUPPRESS, "", [], ())
+            if action.default not in plain and action.nargs != 0:
+                assert "default" in action.help, (command, flag, action.default)
+
+
+def test_145_a_size_that_does_not_divide_is_named_with_what_does(small_pair, capsys):
+    assert main(["generate", "a", *small_pair.flags, "--tp-size", "3"]) == 3
+    err = capsys.readouterr().err
+    assert "cannot be shared evenly by 3 ranks" in err
+    assert "--tp-size can be 1 here" in err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from k26jax import LLM
+from k26jax import LLM, SamplingParams
 from k26jax.config import EngineConfig
 from k26jax.engine import memory
 from k26jax.engine.loading import load, prepare, without_drafter
@@ -104,7 +104,9 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_read(
         load(prepared, lambda *_: pytest.fail("read"))
 
 
-def test_the_estimate_is_what_an_engine_takes(small_pair, compile_cache, monkeypatch):
+def test_131_133_the_estimate_is_what_an_engine_takes_with_the_longest_prompt_too(
+    small_pair, compile_cache, monkeypatch
+):
     needs = []
     monkeypatch.setattr(
         "k26jax.engine.loading.require_memory", lambda found, **_: needs.append(dict(found))
@@ -117,6 +119,13 @@ def test_the_estimate_is_what_an_engine_takes(small_pair, compile_cache, monkeyp
         assert len(programs) == len(llm.engine.runner.programs)
         assert {need["cache"] for need in programs} == {needs[0]["cache"]}
         assert max(need["program"] for need in programs) > 0
+        context = llm.engine.loaded.context_length
+        for length in (2, context - 1):
+            llm.generate([[1] * length], SamplingParams(max_tokens=1))
+            held = sum(array.nbytes for array in jax.live_arrays())
+            least = held if length == 2 else least
+        assert held == least
+        assert tree_bytes(llm.engine.runner._state) == needs[0]["cache"]
         needs.clear()
         llm.logits([1])
         assert [need.keys() for need in needs] == [{"program"}]

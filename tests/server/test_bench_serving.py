@@ -51,7 +51,7 @@ def test_figures_of_two_requests():
                         "Inter-Event Latency"]  # fmt: skip
 
 
-def test_figures_where_nothing_is_told_and_where_nothing_succeeds():
+def test_143_figures_where_nothing_is_told_and_where_nothing_succeeds():
     one = Outcome(0.0, [(0.1, None), (0.3, None), (0.4, None)], 0.4, 0, 3)
     found = figures(Run([one], 0.4, None))
     assert not found["itl_is_per_token"]
@@ -62,6 +62,15 @@ def test_figures_where_nothing_is_told_and_where_nothing_succeeds():
     found = figures(Run([Outcome(error="x")], 0.0, None))
     assert (found["completed"], found["failed"]) == (0, 1)
     assert "TTFT" not in report(found, ASKED)
+
+
+def test_143_answers_of_one_token_have_no_time_per_further_token():
+    ones = [Outcome(0.0, [(0.1, 1)], 0.1, 5, 1, True) for _ in range(2)]
+    found = figures(Run(ones, 0.2, None))
+    assert (found["completed"], found["total_output_tokens"]) == (2, 2)
+    assert found["mean_ttft_ms"] == pytest.approx(100)
+    assert "TTFT" in report(found, ASKED)
+    assert "nan" not in json.dumps(found).lower()
 
 
 def test_random_bodies_have_the_lengths_asked_for():
@@ -217,7 +226,7 @@ def foreign():
             thread.join()
 
 
-def test_another_server_that_tells_little(tmp_path, capsys):
+def test_143_another_server_that_tells_little(tmp_path, capsys):
     path = tmp_path / "in"
     path.write_text('{"prompt": "whole"}\n{"prompt": "cut"}\n')
     with foreign() as url:

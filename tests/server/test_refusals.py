@@ -100,8 +100,8 @@ NAMED = {"type": "function", "function": {"name": "serch"}}
         ({"stream": "yes"}, "stream", "boolean"),
     ],
 )
-def test_129_bad_values_name_their_field(server, body, param, message):
-    for stream in ({}, {"stream": True}):  # bug 114: no stream begins either
+def test_114_129_134_bad_values_name_their_field(server, body, param, message):
+    for stream in ({}, {"stream": True}):  # no stream begins either
         error = error_of(server.chat(**(stream | body)))
         assert error["type"] == "invalid_request_error"
         assert error["param"] == param, error
@@ -180,8 +180,7 @@ def test_139_bodies_that_are_no_json_object(server, raw):
     assert error["code"] == "invalid_json"
 
 
-def test_deep_messages_and_lone_surrogates(server):
-    """Bugs 38, 129."""
+def test_38_129_deep_messages_and_lone_surrogates(server):
     deep: dict = {}
     for _ in range(200):
         deep = {"properties": {"a": deep}}
@@ -236,7 +235,7 @@ def test_no_body_is_the_server_s_fault(server, data, kind):
         assert answer.json()["error"]["message"]
 
 
-def test_content_types_encodings_and_sizes(server):
+def test_129_content_types_encodings_and_sizes(server):
     path = "/v1/completions"
     body = b'{"prompt": "a"}'
     assert "expected application/json" in error_of(server.http.post(path, content=body))["message"]

@@ -222,7 +222,7 @@ def test_an_idle_loop_sleeps(server):
     assert len(server.runner.calls) == calls
 
 
-def test_a_server_that_starts_tells_how_far_it_is():
+def test_121_a_server_that_starts_tells_how_far_it_is():
     service = Service(ServerSettings(served_names=("tiny",)))
     sock = bind("127.0.0.1", 0)
     web = WebThread(service, sock)
