@@ -15,7 +15,8 @@ ROW = PrefillRow(256, 4096, 0.05, 4 * 10**12, 3 * 10**12, 10**12)
 
 def test_chunks_behind_contexts_run(monkeypatch):
     monkeypatch.setattr(prefill, "_REPEATS", 1)
-    monkeypatch.setattr(runner, "_OPTIONS", {"xla_backend_optimization_level": 0})
+    quick = {"xla_backend_optimization_level": 0}
+    monkeypatch.setattr(runner, "compile_options", lambda: quick)
     model, draft = tiny_configs(64, num_attention_heads=8, moe_intermediate_size=256)
     sizes = {"tp_size": 2, "ep_size": 1, "chunks": (8, 16), "contexts": (0, 40)}
     job = PrefillJob(model, draft, **sizes, kernels="reference", dtype="float32")
