@@ -240,3 +240,39 @@ def test_no_method_header_or_path_is_the_server_s_fault(server, document, data):
     headers = [(n.encode(), data.draw(st.sampled_from(HEADERS[n])).encode()) for n in some]
     body = data.draw(st.sampled_from([b"", b"{}", b'{"prompt": "a"}', b"\xff", b"[]"]))
     check(server.http.request(method, url, content=body, headers=headers), url)
+
+
+SCHEMAS = st.recursive(
+    st.sampled_from(
+        [
+            True, False, {"enum": [1, "a"]}, {"type": "string", "pattern": "a{1,3}"}, {"$ref": "#"},
+            {"type": "integer", "multipleOf": 3}, {"type": "string", "minLength": -1}, {"not": {}},
+            {"type": ["string", "null"]}, {"type": "array", "minItems": 10**9}, {"$ref": "#/x"},
+        ]
+    ),
+    lambda inner: (
+        st.builds(lambda one: {"type": "array", "items": one}, inner)
+        | st.builds(
+            lambda one, names: {"type": "object", "properties": {"p": one}, "required": names},
+            inner,
+            st.sampled_from([["p"], [], ["z"], None, 3]),
+        )
+        | st.builds(lambda key, two: {key: two}, st.sampled_from(["anyOf", "oneOf", "allOf"]),
+                    st.lists(inner, max_size=2))
+    ),
+    max_leaves=4,
+)  # fmt: skip
+PATTERNS = st.text(alphabet="ab.*+?()[]{}|^$1,-", max_size=8)
+
+
+@settings(max_examples=120)
+@given(schema=SCHEMAS, pattern=PATTERNS, stream=st.booleans())
+def test_no_shape_of_an_answer_is_the_server_s_fault(server, schema, pattern, stream):
+    named = {"name": "a", "schema": schema}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for more in (
+        {"response_format": {"type": "json_schema", "json_schema": named}},
+        {"structured_outputs": {"regex": pattern}},
+        {"tools": [tool], "tool_choice": "required"},
+    ):
+        check(server.chat(stream=stream, **more), "/v1/chat/completions")
