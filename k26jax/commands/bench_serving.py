@@ -61,8 +61,8 @@ def add(things: Any) -> argparse.ArgumentParser:
     add("--prompt-file", type=Path, metavar="FILE", help="JSON lines with prompt or messages")
     add("--random-input-len", type=int, default=256, metavar="N", help="words, or tokens with "
         "--vocab-size (default: %(default)s)")  # fmt: skip
-    add("--random-output-len", type=int, default=128, metavar="N", help="tokens of an answer at "
-        "most (default: %(default)s)")  # fmt: skip
+    add("--random-output-len", "--max-tokens", type=int, default=128, metavar="N", help="tokens "
+        "of an answer at most (default: %(default)s)")  # fmt: skip
     add("--random-range-ratio", type=float, default=1.0, metavar="R", help="draw both lengths from "
         "R times as much up to the whole (default: %(default)s)")  # fmt: skip
     add("--vocab-size", type=int, metavar="N", help="prompts are random token ids below N")

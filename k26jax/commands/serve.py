@@ -122,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
     keys = _api_keys(args)
     if not 0 <= args.port < 1 << 16:
         raise RequestError(f"--port {args.port}, expected 0 to 65535")
+    if not args.grace_seconds >= 0:  # NaN is not
+        raise RequestError(f"--grace-seconds {args.grace_seconds}, expected 0 or more")
     from k26jax.engine.loading import prepare
     from k26jax.llm import LLM
     from k26jax.server import logs

@@ -192,7 +192,7 @@ def _in_range(name: str, value: Any, low: float, high: float) -> None:
     number = int if isinstance(low, int) else (int, float)
     if isinstance(value, bool) or not isinstance(value, number) or not low <= value <= high:
         kind = "an integer" if isinstance(low, int) else "a number"
-        raise RequestError(f"{name} = {value!r}, expected {kind} from {low} to {high}")
+        raise RequestError(f"{name} = {value!r:.80}, expected {kind} from {low} to {high}")
 
 
 def check_bias(bias: Any) -> None:
@@ -208,11 +208,18 @@ def check_bias(bias: Any) -> None:
         raise RequestError(
             f"logit_bias has {len(bias)} tokens, at most {MAX_LOGIT_BIAS} are possible; send fewer"
         )
+    seen: set[int] = set()
     for token, value in bias.items():
         is_id = isinstance(token, int) and not isinstance(token, bool)
-        is_digits = isinstance(token, str) and token.isascii() and token.isdigit()
+        # Python turns no more than 4300 digits into a number, and no id has as many as 20.
+        is_digits = (
+            isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 20
+        )
         if not is_id and not is_digits:
             raise RequestError(f"logit_bias has the key {token!r:.80}, expected a token id")
+        if int(token) in seen:
+            raise RequestError(f"logit_bias has token id {int(token)} twice; send it once")
+        seen.add(int(token))
         _in_range(f"logit_bias[{int(token)}]", value, -100.0, 100.0)
 
 

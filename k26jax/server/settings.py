@@ -49,7 +49,7 @@ class ServerSettings:
             "max_waiting", "max_sequences", "max_body_bytes", "stream_steps", "stall_seconds",
             "keepalive_seconds",
         ):  # fmt: skip
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # NaN is not
                 raise RequestError(f"{name} = {getattr(self, name)}, expected more than 0")
 
     def shown(self) -> dict[str, Any]:

@@ -102,7 +102,11 @@ def source_of(structure: Structure, where: str = STRUCTURED) -> str:
     Raises: RequestError for one that cannot be written, or is too long.
     """
     grammar = structure.get("grammar", "")
-    source = grammar if _is_set(grammar) else as_source({"main": entry_of(structure)}, where)
+    if _is_set(grammar):
+        source = grammar
+        _refuse_half_pairs(source, where)
+    else:
+        source = as_source({"main": entry_of(structure)}, where)
     if len(source) > MAX_SOURCE_CHARS:
         raise RequestError(
             f"{where}: {len(source)} characters of schemas, at most {MAX_SOURCE_CHARS}"
@@ -114,9 +118,21 @@ def as_source(entries: Mapping[str, Mapping[str, Any]], where: str = STRUCTURED)
     """Returns named grammars as one text; the first is the whole, `@name` in it another."""
     grammars = [{"name": name, **entry} for name, entry in entries.items()]
     try:
+        # Unescaped, to tell half a surrogate pair from the letters of its escape in a pattern.
+        _refuse_half_pairs(json.dumps({"grammars": grammars}, ensure_ascii=False), where)
         return json.dumps({"grammars": grammars})
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{where} holds what JSON has not: {error}") from None
+
+
+def _refuse_half_pairs(source: str, where: str) -> None:
+    """Raises RequestError for half of a surrogate pair, which the library cannot be handed."""
+    half = next((char for char in source if 0xD800 <= ord(char) <= 0xDFFF), None)
+    if half is not None:
+        raise RequestError(
+            f"{where} holds {half!r}, half of a surrogate pair, which cannot occur in any text; "
+            "send the whole character"
+        )
 
 
 def is_plain(structure: Structure) -> bool:

@@ -45,7 +45,9 @@ def request(prompt=(1, 2, 3), eos_ids=(7,), seed=5, context_length=10, **params)
         ("repetition_penalty", 0.0), ("repetition_penalty", float("inf")),
         ("logit_bias", {1: 101}), ("logit_bias", {-1.5: 1}), ("logit_bias", {"x": 1}),
         ("logit_bias", {"\u0663": 1}), ("logit_bias", [1]), ("logit_bias", {True: 1}),
-        ("logit_bias", {1: None}), ("logit_bias", dict.fromkeys(range(301), 1)),
+        ("logit_bias", {"9" * 5000: 1}), ("logit_bias", {"5": 1, "05": 2}),
+        ("logit_bias", {5: 1, "5": 1}), ("logit_bias", {1: None}),
+        ("logit_bias", dict.fromkeys(range(301), 1)),
         ("bad_words", "word"), ("bad_words", [""]), ("bad_words", [1]), ("bad_words", 5),
     ],
 )  # fmt: skip

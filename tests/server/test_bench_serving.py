@@ -124,7 +124,7 @@ def test_this_server(server, endpoint, tmp_path, capsys):
     path = tmp_path / "out.json"
     argv = ["bench", "serving", "--base-url", server.url + "/v1/", "--endpoint", endpoint]
     argv += ["--num-prompts", "6", "--random-input-len", "8", "--max-concurrency", "2"]
-    argv += ["--random-output-len", "7", "--ignore-eos", "--json", str(path)]
+    argv += ["--max-tokens", "7", "--ignore-eos", "--json", str(path)]
     before = server.service.scheduler.counts.finished
     assert main(argv) == 0
     assert server.service.scheduler.counts.finished == before + 7

@@ -180,6 +180,36 @@ def test_139_bodies_that_are_no_json_object(server, raw):
     assert error["code"] == "invalid_json"
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"regex": "a\ud83d"},
+        {"choice": ["a\ud83d"]},
+        {"json": {"const": "a\ud83d"}},
+        {"grammar": 'start: "a\ud83d"'},
+        {"grammar": '{"grammars": [{"lark_grammar": "start: \ud83d"}]}'},
+    ],
+)
+def test_shapes_with_half_a_surrogate_pair(server, shape):
+    raw = json.dumps({"prompt": "a", "structured_outputs": shape})
+    error = error_of(server.http.post("/v1/completions", content=raw, headers=JSON))
+    assert "half of a surrogate pair" in error["message"]
+    assert error["param"].startswith("structured_outputs")
+
+
+def test_long_numbers(server):
+    """Python turns no more than 4300 digits into a number."""
+    answer = server.http.post(
+        "/v1/completions", json={"prompt": "a", "logit_bias": {"9" * 5000: 1}}
+    )
+    assert error_of(answer)["param"] == "logit_bias"
+    raw = '{"prompt": "a", "seed": %s}' % ("9" * 4000)
+    answer = server.http.post("/v1/completions", content=raw, headers=JSON)
+    error = error_of(answer)
+    assert error["param"] == "seed"
+    assert len(error["message"]) < 300
+
+
 def test_38_129_deep_messages_and_lone_surrogates(server):
     deep: dict = {}
     for _ in range(200):

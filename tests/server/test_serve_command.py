@@ -82,6 +82,9 @@ def test_flags_that_cannot_be(capsys, tmp_path):
     assert "0 to 65535" in refused(capsys, "--port", "70000")
     assert "given twice" in refused(capsys, "--model-path", "elsewhere")
     assert "max_waiting = 0" in refused(capsys, "--max-waiting", "0")
+    assert "stall_seconds = nan" in refused(capsys, "--stall-seconds", "nan")
+    for seconds in ("nan", "-1"):
+        assert "0 or more" in refused(capsys, "--grace-seconds", seconds)
     assert "API key is empty" in refused(capsys, "--api-key", "")
     assert "served_names" in refused(capsys, "--served-model-name", "")
     keys = tmp_path / "keys"
