@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 from browser import Browser, find_chromium
@@ -165,6 +166,13 @@ def test_a_person_chats_with_the_keyboard_alone(server, tab):
     )
 
 
+def until(holds) -> None:
+    deadline = time.monotonic() + 20
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert holds()
+
+
 @needs_browser
 def test_the_next_message_has_the_turns_before_and_can_be_stopped(server, tab):
     if not tab.js("messages.length"):  # this test runs alone
@@ -182,6 +190,7 @@ def test_the_next_message_has_the_turns_before_and_can_be_stopped(server, tab):
     tab.wait("!!running")
     tab.wait("!document.getElementById('stop').hidden")
     assert text(tab, "#figures") == "waiting for the first token"
+    until(lambda: seen)  # else the server may drop it before it begins
     tab.press("Escape", 27)
     tab.wait("!running")
     server.runner.gate.set()

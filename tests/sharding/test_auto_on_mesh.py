@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from fixtures.pairs import Ask, Programs
 from mesh_programs import MeshPrograms, shared_by_eight
 
@@ -23,6 +24,7 @@ class _AutoMeshPrograms(MeshPrograms, _AutoPrograms):
     pass
 
 
+@pytest.mark.slow
 def test_ranks_choose_alike():
     programs = _AutoPrograms(*shared_by_eight(), capacity=40, n_steps=16)
     params = programs.random_params(0)
