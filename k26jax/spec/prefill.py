@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from k26jax.model.mla import Context
 from k26jax.model.prompt import PromptContext
 from k26jax.model.target import Rows
+from k26jax.pallas.bits import pack_bits
 from k26jax.sharding.collectives import whole_rows
 from k26jax.sharding.rules import MODEL
 from k26jax.spec.accept import cut_at_stop
@@ -135,7 +135,7 @@ def _committed(
 def _context(chunk: Chunk, state: SpecState, kernels: str) -> Context | PromptContext:
     width = chunk.token_ids.shape[0]
     if kernels == "reference":
-        ancestors = jnp.asarray(causal_words(width))[None]
+        ancestors = pack_bits(jnp.tri(width, dtype=bool)[None])
         return Context(state.cache, chunk.slot[None], chunk.start[None], ancestors)
     return PromptContext(
         state.cache,
@@ -145,10 +145,3 @@ def _context(chunk: Chunk, state: SpecState, kernels: str) -> Context | PromptCo
         width=width,
         kernels=kernels,
     )
-
-
-def causal_words(width: int) -> UInt32[np.ndarray, "{width} words"]:
-    """Returns the ancestor words of a chain."""
-    bits = np.tril(np.ones((width, width), bool))
-    padded = np.pad(bits, ((0, 0), (0, -width % 32))).reshape(width, -1, 32)
-    return (padded * (np.uint32(1) << np.arange(32, dtype=np.uint32))).sum(-1, dtype=np.uint32)
