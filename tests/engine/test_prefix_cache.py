@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -224,7 +225,8 @@ def test_the_other_processes_of_a_run_keep_the_same_pages(pair):
             return contextlib.nullcontext()
 
     loaded = pair.warm.engine.loaded
-    leader, follower = LeadingRunner(loaded, Told()), Runner(loaded)  # type: ignore[arg-type]
+    told: Any = Told()
+    leader, follower = LeadingRunner(loaded, told), Runner(loaded)
     for runner in (leader, follower):
         runner._compiled.update(pair.warm.engine.runner._compiled)
         runner.restore()
