@@ -108,7 +108,7 @@ def _median(
     return sorted(times)[len(times) // 2]
 
 
-def operations_a_second(width: int) -> float:
+def operations_a_second(width: int = 8192) -> float:
     """Returns the rate of XLA's bfloat16 products of square matrices, measured here."""
     weights = jnp.ones((width, width), jnp.bfloat16)
     x = jnp.ones((width, width), jnp.bfloat16)
@@ -117,7 +117,7 @@ def operations_a_second(width: int) -> float:
     return 2 * width**3 / seconds
 
 
-def read_bytes_a_second(n_bytes: int) -> float:
+def read_bytes_a_second(n_bytes: int = 1 << 31) -> float:
     """Returns the rate at which a plain kernel reads memory, measured here."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt

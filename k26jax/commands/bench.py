@@ -15,9 +15,6 @@ from k26jax.errors import KernelError
 if TYPE_CHECKING:
     from k26jax.bench.kernels import Rates, Row
 
-_READ_BYTES = 1 << 31
-_MATRIX = 8192
-
 
 def add(commands: Any) -> None:
     """Adds the command's parser, and one for each thing it measures."""
@@ -68,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if architecture() is None:
         raise KernelError("bench kernels needs a GPU: interpreted kernels say nothing about time")
     device = jax.devices()[0].device_kind
-    rates = Rates(read_bytes_a_second(_READ_BYTES), operations_a_second(_MATRIX))
+    rates = Rates(read_bytes_a_second(), operations_a_second())
     say(
         f"{device}, JAX {jax.__version__}; a plain kernel reads "
         f"{rates.read_bytes_a_second / 1e12:.2f} TB/s, XLA multiplies matrices at "

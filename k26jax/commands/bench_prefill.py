@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from k26jax.bench.published import MODELS, published
+from k26jax.bench.published import published
+from k26jax.commands.bench_rank import add_rank, check_rank
 from k26jax.commands.options import numbers_of
 from k26jax.commands.terminal import say
 from k26jax.errors import KernelError
-
-_READ_MATRIX = 8192
 
 
 def add(things: Any) -> argparse.ArgumentParser:
@@ -25,11 +24,7 @@ def add(things: Any) -> argparse.ArgumentParser:
         "and context the time, tokens a second, and the operations against the rate at which XLA "
         "multiplies matrices, measured in the same run.",
     )
-    parser.add_argument(
-        "--config", default=MODELS[0], choices=MODELS, help="published model (default: %(default)s)"
-    )
-    parser.add_argument("--tp-size", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--ep-size", type=int, default=1, help="(default: %(default)s)")
+    add_rank(parser)
     parser.add_argument(
         "--chunk", default="256,2048", help="tokens of a chunk (default: %(default)s)"
     )
@@ -37,10 +32,6 @@ def add(things: Any) -> argparse.ArgumentParser:
         "--context",
         default="4096,32768,131072",
         help="tokens in the cache before it (default: %(default)s)",
-    )
-    parser.add_argument("--layers", type=int, help="of the target; fewer than it has")
-    parser.add_argument(
-        "--kernels", choices=("auto", "pallas", "reference"), default="auto", help="as in generate"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON too")
     parser.set_defaults(run=run)
@@ -61,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from k26jax.engine.loading import settle_kernels
     from k26jax.pallas.gpu import architecture
 
+    check_rank(args)
     model, draft = published(args.config, args.layers)
     job = PrefillJob(
         model=model,
@@ -74,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if architecture() is None:
         raise KernelError("bench prefill needs a GPU: a CPU says nothing about time")
     device = jax.devices()[0].device_kind
-    rate = operations_a_second(_READ_MATRIX)
+    rate = operations_a_second()
     say(f"{device}, JAX {jax.__version__}; XLA multiplies matrices at {rate / 1e12:.0f} TFLOP/s")
     record = {"device": device, "jax": jax.__version__, "operations_a_second": rate}
     record |= {"config": args.config, "tp_size": args.tp_size, "ep_size": args.ep_size}

@@ -17,8 +17,6 @@ from k26jax.errors import ConfigError, KernelError
 if TYPE_CHECKING:
     from k26jax.bench.rank import Job, Row
 
-_READ_BYTES = 1 << 31
-
 
 def add(things: Any) -> argparse.ArgumentParser:
     """Adds the parser of this kind of measurement."""
@@ -32,11 +30,7 @@ def add(things: Any) -> argparse.ArgumentParser:
         "distinct experts that the random router chose; the host's share. Width 1 is plain "
         "decoding (NONE), others are trees (DDTREE).",
     )
-    parser.add_argument(
-        "--config", default=MODELS[0], choices=MODELS, help="published model (default: %(default)s)"
-    )
-    parser.add_argument("--tp-size", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--ep-size", type=int, default=1, help="(default: %(default)s)")
+    add_rank(parser)
     parser.add_argument(
         "--context", type=int, default=4096, help="tokens in the cache (default: %(default)s)"
     )
@@ -46,7 +40,6 @@ def add(things: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--algorithm", default="NONE,DDTREE", help="NONE, DDTREE or both (default: %(default)s)"
     )
-    parser.add_argument("--layers", type=int, help="of the target; fewer than it has")
     parser.add_argument(
         "--check-tokens",
         type=int,
@@ -54,11 +47,29 @@ def add(things: Any) -> argparse.ArgumentParser:
         metavar="N",
         help="compare N greedy tokens of every tree width with plain decoding's",
     )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_rank(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that name a model and one of its ranks."""
+    parser.add_argument(
+        "--config", default=MODELS[0], choices=MODELS, help="published model (default: %(default)s)"
+    )
+    parser.add_argument("--tp-size", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--ep-size", type=int, default=1, help="(default: %(default)s)")
+    parser.add_argument("--layers", type=int, help="of the target; fewer than it has")
     parser.add_argument(
         "--kernels", choices=("auto", "pallas", "reference"), default="auto", help="as in generate"
     )
-    parser.set_defaults(run=run)
-    return parser
+
+
+def check_rank(args: argparse.Namespace) -> None:
+    """Raises ConfigError for a mesh that is none."""
+    for name in ("tp_size", "ep_size"):
+        if getattr(args, name) < 1:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {getattr(args, name)}: expected 1 or more")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         new_figure((1, 1))  # what is missing is said before the measurement
     device = jax.devices()[0].device_kind
-    rate = read_bytes_a_second(_READ_BYTES)
+    rate = read_bytes_a_second()
     say(f"{device}, JAX {jax.__version__}; a plain kernel reads {rate / 1e12:.2f} TB/s")
     say(about(args.config, job))
     record = {"device": device, "jax": jax.__version__, "read_bytes_a_second": rate}
@@ -110,10 +121,9 @@ def job_of(args: argparse.Namespace) -> Job:
     from k26jax.bench.rank import Job
     from k26jax.engine.loading import settle_kernels
 
-    for name in ("tp_size", "ep_size", "context"):
-        if getattr(args, name) < 1:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} {getattr(args, name)}: expected 1 or more")
+    check_rank(args)
+    if args.context < 1:
+        raise ConfigError(f"--context {args.context}: expected 1 or more")
     model, draft = published(args.config, args.layers)
     if args.context >= model.max_position_embeddings:
         raise ConfigError(

@@ -65,8 +65,8 @@ def test_seconds_a_call_grow_with_the_work():
 
 def test_a_line_and_a_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("k26jax.pallas.gpu.architecture", lambda: "sm_90")
-    monkeypatch.setattr(timing, "read_bytes_a_second", lambda n: 4e12)
-    monkeypatch.setattr(timing, "operations_a_second", lambda width: 8e14)
+    monkeypatch.setattr(timing, "read_bytes_a_second", lambda: 4e12)
+    monkeypatch.setattr(timing, "operations_a_second", lambda: 8e14)
     monkeypatch.setattr(kernels, "measure", lambda only: iter(ROWS))
     files = tmp_path / "figures.json", tmp_path / "figures.png"
     assert main(["bench", "kernels", "--json", str(files[0]), "--plot", str(files[1])]) == 0

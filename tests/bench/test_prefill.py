@@ -32,7 +32,7 @@ def test_chunks_behind_contexts_run(monkeypatch):
 
 def test_a_line_and_a_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("k26jax.pallas.gpu.architecture", lambda: "sm_90")
-    monkeypatch.setattr(timing, "operations_a_second", lambda width: 8e14)
+    monkeypatch.setattr(timing, "operations_a_second", lambda: 8e14)
     monkeypatch.setattr(prefill, "measure", lambda job: iter([ROW]))
     file = tmp_path / "figures.json"
     assert main(["bench", "prefill", "--json", str(file)]) == 0
@@ -41,7 +41,7 @@ def test_a_line_and_a_record(tmp_path, monkeypatch, capsys):
     assert json.loads(file.read_text())["rows"][0]["chunk"] == 256
 
 
-@pytest.mark.parametrize("flags", [["--chunk", "0"], ["--context", "x"]])
+@pytest.mark.parametrize("flags", [["--chunk", "0"], ["--context", "x"], ["--tp-size", "0"]])
 def test_what_cannot_be_measured_is_named(flags, capsys):
     assert main(["bench", "prefill", *flags]) != 0
     assert flags[0] in capsys.readouterr().err

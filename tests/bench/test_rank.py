@@ -210,7 +210,7 @@ ROWS = [
 def gpu(monkeypatch):
     """A GPU is said to be there."""
     monkeypatch.setattr("k26jax.pallas.gpu.architecture", lambda: "sm_90")
-    monkeypatch.setattr(timing, "read_bytes_a_second", lambda n: 4e12)
+    monkeypatch.setattr(timing, "read_bytes_a_second", lambda: 4e12)
 
 
 def test_lines_a_record_and_a_picture(tmp_path, monkeypatch, capsys, gpu):
